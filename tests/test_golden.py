@@ -33,7 +33,9 @@ def test_logits_and_every_trace(case):
     for name in names:
         if name.endswith(EXPERT_TRACES) or (name.endswith("nblocks") and model.config.attn_res_block_size is None):
             continue                                  # a plain residual has no blocks; the file holds the width there
-        close(trace[name].detach().to(io[f"trace.{name}"].dtype), io[f"trace.{name}"])
+        expected = io[f"trace.{name}"]
+        actual = trace[name].detach().to(expected.dtype)
+        close(actual[0] if actual.ndim > expected.ndim else actual, expected)   # Kimi Linear: row 0 of the running sum
 
 
 def test_routing(case):

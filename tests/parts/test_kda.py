@@ -1,0 +1,171 @@
+"""The chunkwise form against the recurrence: output, state and every gradient, at the extremes of the gate."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import k3_teach as k3
+from k3_teach.parts.kda import decayed_scores, leaf_size
+
+NAMES = ["o", "S", "dq", "dk", "dv", "dg", "dbeta", "dS"]
+
+
+def inputs(T, B=2, H=3, K=16, V=12, gate="mixed", seed=0, similar_keys=False):
+    """Random inputs in float64, with an initial state. K differs from V, so that a transposed state cannot pass."""
+    r = torch.Generator().manual_seed(seed)
+    randn = lambda *s: torch.randn(*s, generator=r, dtype=torch.float64)
+    rand = lambda *s: torch.rand(*s, generator=r, dtype=torch.float64)
+    k = randn(B, T, H, K)
+    if similar_keys:
+        k = k[:, :1] + 0.1 * k
+    g = {"mixed": lambda s: -5 * rand(*s), "floor": lambda s: torch.full(s, -5.0, dtype=torch.float64),
+         "zero": lambda s: torch.zeros(s, dtype=torch.float64), "slow": lambda s: -1e-3 * rand(*s),
+         "one dead channel": lambda s: torch.where(torch.arange(K) == 2, -5.0, -0.1 * rand(*s)),
+         "deep": lambda s: torch.full(s, -60.0, dtype=torch.float64), "mixed deep": lambda s: -60 * rand(*s),
+         "deep among slow": lambda s: torch.where(rand(*s) < 0.3, -60.0, -1e-3 * rand(*s)),
+         "bursts": lambda s: torch.where(rand(s[0], s[1], s[2], 1) < 0.1, -300.0, -0.05 * rand(*s))}[gate]((B, T, H, K))
+    beta = torch.full((B, T, H), 0.999, dtype=torch.float64) if similar_keys else rand(B, T, H)
+    return F.normalize(randn(B, T, H, K), dim=-1) * K ** -0.5, F.normalize(k, dim=-1), randn(B, T, H, V), g, beta, randn(B, H, K, V)
+
+
+def with_gradients(fn, args, dtype, **options):
+    args = [a.to(dtype, copy=True).requires_grad_() for a in args]
+    o, S = fn(*args, **options)
+    wo, wS = (torch.linspace(-1, 1, x.numel(), dtype=torch.float64).cos().view_as(x).to(dtype) for x in (o, S))
+    ((o * wo).sum() + (S * wS).sum()).backward()
+    return [o.detach(), S.detach(), *(a.grad for a in args)]
+
+
+def relative(actual, expected):
+    return ((actual.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+
+
+BOUNDED = ["mixed", "floor", "zero", "one dead channel"]
+DEEP = ["deep", "mixed deep", "deep among slow", "bursts"]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("gate, bound", [(g, b) for g in BOUNDED for b in (-5.0, None)] + [(g, None) for g in DEEP])
+@pytest.mark.parametrize("T", [1, 31, 64, 75])
+def test_chunks_equal_the_recurrence(gate, bound, T, dtype, tolerance):
+    args = inputs(T, gate=gate)
+    expected = with_gradients(k3.recurrent_kda, args, torch.float64)
+    actual = with_gradients(k3.chunk_kda, args, dtype, gate_lower_bound=bound)
+    for name, a, e in zip(NAMES, actual, expected):
+        assert a.isfinite().all(), name
+        if a.isfinite().all() and e.abs().max() > 1e-20:
+            assert relative(a, e) < tolerance, name
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_slow_decay_with_similar_keys(dtype, tolerance):
+    """Pitfalls 8 and 9: an inverse by powers of A cancels 1e16 against 1e16 here; substitution does not."""
+    args = inputs(200, gate="slow", similar_keys=True)
+    expected = with_gradients(k3.recurrent_kda, args, torch.float64)
+    for name, a, e in zip(NAMES, with_gradients(k3.chunk_kda, args, dtype, gate_lower_bound=-5.0), expected):
+        assert relative(a, e) < tolerance, name
+
+
+def test_recurrence_against_numpy():
+    """The equation once more, in another library, one head at a time."""
+    q, k, v, g, beta, S0 = inputs(9)
+    o, S = k3.recurrent_kda(q, k, v, g, beta, S0)
+    for b, h in np.ndindex(2, 3):
+        M = S0[b, h].numpy().copy()
+        for t in range(9):
+            M = np.diag(np.exp(g[b, t, h].numpy())) @ M
+            kt = k[b, t, h].numpy()
+            M = M + beta[b, t, h].item() * np.outer(kt, v[b, t, h].numpy() - M.T @ kt)
+            np.testing.assert_allclose(o[b, t, h].numpy(), M.T @ q[b, t, h].numpy(), atol=1e-13)
+        np.testing.assert_allclose(S[b, h].numpy(), M, atol=1e-13)
+
+
+@settings(max_examples=25, deadline=None)
+@given(T=st.integers(1, 90), chunk=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128]), seed=st.integers(0, 99),
+       gate=st.sampled_from(BOUNDED + ["slow"]), bound=st.sampled_from([None, -5.0]))
+def test_chunk_size_does_not_matter(T, chunk, seed, gate, bound):
+    args = inputs(T, B=1, H=2, K=4, V=3, gate=gate, seed=seed)
+    for a, e in zip(k3.chunk_kda(*args, chunk_size=chunk, gate_lower_bound=bound), k3.recurrent_kda(*args)):
+        assert_close(a, e, atol=1e-12, rtol=0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cut=st.integers(1, 79), seed=st.integers(0, 99))
+def test_state_carries_everything(cut, seed):
+    args = inputs(80, B=1, gate="mixed", seed=seed)
+    o, S = k3.chunk_kda(*args)
+    first = k3.chunk_kda(*(x[:, :cut] for x in args[:5]), args[5])
+    second = k3.chunk_kda(*(x[:, cut:] for x in args[:5]), first[1])
+    assert_close(torch.cat((first[0], second[0]), 1), o, atol=1e-12, rtol=0)
+    assert_close(second[1], S, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_future_changes_no_bit(bound, dtype):
+    """Pitfall 12: with decays counted from a later token, a later gate would change earlier results by rounding."""
+    P = 45
+    args = [a.to(dtype) for a in inputs(70)]
+    changed = [a.clone() for a in args]
+    changed[3][:, P:] = -5 * torch.rand_like(args[3][:, P:])
+    results = []
+    for xs in (args, changed):
+        xs = [x.requires_grad_() for x in xs]
+        o, _ = k3.chunk_kda(*xs, gate_lower_bound=bound)
+        o[:, :P].sum().backward()
+        results.append([o[:, :P].detach(), *(x.grad[:, :P] for x in xs[:5])])
+    for name, a, b in zip(["o", *NAMES[2:]], *results):
+        assert torch.equal(a, b), name
+
+
+def test_long_memory_in_float32():
+    """Pitfall 7: a decay of 0.99992 must not become 1. 4096 steps, against float64."""
+    T, K = 4096, 8
+    q, k, v, _, beta, S = inputs(T, B=1, H=1, K=K, V=4)
+    args = q, k, v, torch.full((1, T, 1, K), float(np.log(0.99992)), dtype=torch.float64), beta, S
+    expected = k3.recurrent_kda(*args)
+    for fn in (k3.recurrent_kda, k3.chunk_kda):
+        assert relative(fn(*(a.float() for a in args))[1], expected[1]) < 1e-5
+
+
+def test_everything_is_float32_in_a_bfloat16_model():
+    args = [a.bfloat16() for a in inputs(40)]
+    for fn in (k3.recurrent_kda, k3.chunk_kda):
+        o, S = fn(*args)
+        assert o.dtype == S.dtype == torch.float32
+        e = k3.recurrent_kda(*(a.double() for a in args))
+        assert relative(o, e[0]) < 1e-5 and relative(S, e[1]) < 1e-5
+
+
+def test_leaf_tiles_stay_in_range():
+    assert leaf_size(-5.0, torch.float32, 32) == 16
+    assert leaf_size(-5.0, torch.float64, 64) == 64
+    assert leaf_size(None, torch.float64, 64) == 1
+    assert leaf_size(-60.0, torch.float32, 32) == 1
+
+
+@pytest.mark.parametrize("leaf", [1, 2, 8])
+def test_decayed_scores_against_the_sum(leaf):
+    q, k, _, g, _, _ = inputs(8, B=1, H=1, K=5)
+    q, k, g = q[0, :, 0], k[0, :, 0], g[0, :, 0]
+    s = decayed_scores(q[None, None], k[None], g[None], leaf)[0, 0]
+    for i in range(8):
+        for j in range(8):
+            e = (q[i] * k[j] * g[j + 1:i + 1].sum(0).exp()).sum() if j <= i else 0.0
+            assert abs(s[i, j] - e) < 1e-14
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(k=torch.zeros(1, 4, 2, 5)), "k has the shape"), (dict(g=torch.zeros(1, 4, 2, 1)), "g has the shape"),
+    (dict(beta=torch.zeros(1, 4)), "beta has the shape"), (dict(v=torch.zeros(1, 3, 2, 6)), "v has the shape"),
+    (dict(initial_state=torch.zeros(1, 2, 6, 4)), "initial_state has the shape"),
+    (dict(q=torch.zeros(1, 0, 2, 4)), "at least one token"), (dict(chunk_size=12), "power of two"), (dict(chunk_size=0), "power of two")])
+def test_errors_name_what_is_wrong(change, message):
+    z = lambda *s: torch.zeros(s)
+    args = dict(q=z(1, 4, 2, 4), k=z(1, 4, 2, 4), v=z(1, 4, 2, 6), g=z(1, 4, 2, 4), beta=z(1, 4, 2), initial_state=z(1, 2, 4, 6))
+    with pytest.raises(k3.InputError, match=message):
+        k3.chunk_kda(**(args | change))

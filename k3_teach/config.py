@@ -12,6 +12,7 @@ from typing import Any, Mapping
 from k3_teach.errors import ConfigError
 
 MXFP4_GROUP = 32  # input columns that share one scale in the released expert weights
+MODEL_TYPE = ("model_type", "kimi_linear")  # what the released text configuration calls itself
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class K3Config:
             data = data["text_config"]
         names = {f.name for f in fields(cls)} - {"extra", "wrapper", "linear_attn_config"}
         known = {k: v for k, v in data.items() if k in names}
-        extra = {k: v for k, v in data.items() if k not in names | {"linear_attn_config"}}
+        extra = {k: v for k, v in data.items() if k not in names | {"linear_attn_config"} and (k, v) != MODEL_TYPE}
         linear = data.get("linear_attn_config")
         if not isinstance(linear, Mapping):
             raise ConfigError(f"linear_attn_config is {linear!r}; it must be an object with kda_layers, full_attn_layers, num_heads, head_dim")
@@ -193,7 +194,7 @@ class K3Config:
         linear = {f.name: getattr(self.linear_attn_config, f.name) for f in fields(LinearAttnConfig)}
         own["linear_attn_config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in (linear | inner).items()}
         own["quantization_config"] = None if self.quantization_config is None else dict(self.quantization_config)
-        text = {"model_type": "kimi_linear"} | extra | own
+        text = dict([MODEL_TYPE]) | extra | own
         if self.quantization_config is None:
             del text["quantization_config"]
         return text if self.wrapper is None else dict(self.wrapper) | {"text_config": text}
@@ -315,6 +316,6 @@ def _validate_experts(c: K3Config) -> None:
         _require(c.topk_group * size >= c.num_experts_per_token, "topk_group", c.topk_group,
                  f"large enough that the kept groups hold num_experts_per_token ({c.num_experts_per_token}) experts")
     if c.quantization_config is not None:
-        for n in ("moe_intermediate_size", "expert_width"):
+        for n in ("moe_intermediate_size", "routed_expert_hidden_size" if c.routed_expert_hidden_size else "hidden_size"):
             _require(getattr(c, n) % MXFP4_GROUP == 0, n, getattr(c, n),
                      f"a multiple of {MXFP4_GROUP} when quantization_config is given: MXFP4 shares one scale among {MXFP4_GROUP} columns")

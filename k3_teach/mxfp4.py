@@ -88,7 +88,7 @@ def _round_to_code(magnitude: Tensor) -> Tensor:
 
 def _encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[R, in] float32 or float64 -> packed [R, in/2], scale [R, in/32]."""
-    blocks = weight.unflatten(-1, (-1, BLOCK))
+    blocks = weight.contiguous().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     exponent = torch.frexp(largest).exponent - 3  # floor(log2(largest)) - 2: the largest lands in [4, 8)
     exponent = exponent.masked_fill(largest == 0, 0).clamp_min(-BIAS)  # an empty block gets scale 1
@@ -103,7 +103,7 @@ def _encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [..., out, in] -> packed uint8 [..., out, in/2], scale uint8 [..., out, in/32].
 
-    Scale 2^(floor(log2(largest of the block)) - 2); elements to nearest, ties to even, beyond 6 to 6: the rule of OCP MX v1.0.
+    Scale 2^(floor(log2(largest of the block)) - 2); elements to nearest, ties to even, beyond 6 to 6 (OCP MX v1.0).
     What MXFP4 can hold comes back exactly, -0 included: decode(*encode(w)) == w. The scale byte may differ from the one
     that w was decoded from, where a block did not use its largest elements.
     InputError for in not a multiple of 32, for values that are not finite or beyond the format, and for integers.

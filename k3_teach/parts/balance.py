@@ -7,7 +7,9 @@ The router picks the top k of `scores + bias` and mixes with the scores alone: t
               alpha_i = (k+1)-th largest of s_i + b                          (Kimi K3 report, eq. 14, appendix D)
 
 Why a quantile: token i takes expert j when s_ij + b_j > alpha_i, that is when b_j exceeds the margin alpha_i - s_ij.
-With the thresholds alpha held still, the bias that lets in a share k/E of the tokens is the k/E quantile of the margins.
+With the thresholds alpha held still, the bias that lets in a share k/E of the tokens is the k/E quantile of the
+margins. Where j is the (k+1)-th itself its margin is its old bias, so an expert short of the target load by no more
+than the tokens it was next in line for keeps its bias: a dead zone, and how a fixed batch can stall before it is level.
 The report and the released code write s + b; the blog posts on the derivation write s - beta, with beta = -b.
 
 Shapes: N tokens, E experts, k = top_k. scores s [N, E], bias b [E], margins r [N, E], load [E].
@@ -23,7 +25,6 @@ from torch import Tensor, nn
 from k3_teach.errors import InputError
 
 CHUNK = 1 << 22  # margins binned at once: bounds the memory of the int64 bin numbers
-METHODS = ("quantile", "quantile_exact", "sign", "none")
 
 
 def expert_load(idx: Tensor, num_experts: int) -> Tensor:
@@ -35,7 +36,7 @@ def expert_load(idx: Tensor, num_experts: int) -> Tensor:
 
 
 def max_vio(load: Tensor) -> Tensor:
-    """(max load - mean load) / mean load (arXiv 2408.15664): [E] -> scalar; 0 when even, and when nothing was routed."""
+    """(max load - mean load) / mean load (arXiv 2408.15664): [E] -> scalar; 0 if even, and if nothing was routed."""
     load = load.float()
     return (load.max() - load.mean()) / load.mean().clamp_min(torch.finfo(load.dtype).tiny)
 
@@ -49,7 +50,7 @@ def sign_update(bias: Tensor, load: Tensor, step: float) -> Tensor:
 # --- quantile balancing, exact -------------------------------------------------------------------------------------
 
 def kth_smallest(x: Tensor, rank: int) -> Tensor:
-    """The rank-th smallest, counted from 1, along the last axis: [..., n] -> [...]. From the nearer end, no full sort."""
+    """The rank-th smallest, counted from 1, along the last axis: [..., n] -> [...]. Looks from the nearer end only."""
     n = x.shape[-1]
     if rank <= n // 2:
         return x.topk(rank, largest=False, sorted=False).values.amax(-1)
@@ -60,7 +61,7 @@ def margins(scores: Tensor, bias: Tensor, top_k: int, midpoint: bool = False) ->
     """r_ij = alpha_i - s_ij, the bias at which token i would just take expert j (Kimi K3 report, eq. 14).
 
     Raw scores [N, E], bias [E] -> [N, E]. The old bias enters through alpha_i, the (k+1)-th largest of s_i + b, only.
-    midpoint: alpha halfway between the k-th and the (k+1)-th largest, the two ends of the interval of optimal thresholds.
+    midpoint: alpha halfway between the k-th and the (k+1)-th largest, the ends of the interval of optimal thresholds.
     For k = E there is no (k+1)-th; alpha is the smallest then, so that the margins stay finite.
     InputError for shapes that do not fit and for k outside 1..E.
     """
@@ -80,8 +81,8 @@ def margins(scores: Tensor, bias: Tensor, top_k: int, midpoint: bool = False) ->
 def margin_quantile(r: Tensor, top_k: int, rank: str = "q") -> Tensor:
     """The k/E quantile of every column: margins [N, E] -> [E]. With q = N k/E, the target load:
 
-    rank "q": the ceil(q)-th smallest, what appendix D of the report reads from its histogram;
-    "q+1": the (floor(q)+1)-th, the minimiser that appendix C takes, which can stall; "midpoint": halfway between them.
+    rank "q": the ceil(q)-th smallest, what appendix D of the report reads from its histogram; "q+1": the
+    (floor(q)+1)-th, the minimiser that appendix C takes; "midpoint": halfway between them.
     InputError for another name or without tokens.
     """
     num_tokens, num_experts = r.shape
@@ -101,7 +102,7 @@ def centred(bias: Tensor) -> Tensor:
 
 
 def quantile_bias(scores: Tensor, bias: Tensor, top_k: int, rank: str = "q") -> Tensor:
-    """One step of exact quantile balancing (Kimi K3 report, eq. 14): raw scores [N, E], bias [E] -> new bias [E], mean 0.
+    """One step of exact quantile balancing (Kimi K3 report, eq. 14): raw scores [N, E], bias [E] -> new bias, mean 0.
 
     rank: see `margin_quantile`; "midpoint" is taken on both axes.
     k = E chooses every expert whatever the bias, and no tokens say nothing: both return the bias unchanged.
@@ -115,7 +116,7 @@ def quantile_bias(scores: Tensor, bias: Tensor, top_k: int, rank: str = "q") -> 
 def dual_value(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
     """What balancing minimises: sum_i (sum of the k largest of s_i + b) - q sum_j b_j, q = N k/E. Scalar.
 
-    The dual of balanced assignment with the best alpha put in (Kimi K3 report, eq. 23): never below the best total score.
+    The dual of balanced assignment with the best alpha put in (Kimi K3 report, eq. 23), so never below the best total.
     """
     target = scores.shape[0] * top_k / scores.shape[1]
     return (scores + bias).topk(top_k).values.sum() - target * bias.sum()
@@ -128,7 +129,7 @@ class QuantileHistogram:
 
     The bias [E] fixes the range [min b - span, max b + span]; scores in [0, span] cannot leave it (sigmoid: span 1).
     `counts` [E, num_bins] int64 is all the state. The result lies within one bin width of the exact quantile.
-    InputError for a bias that is not finite, no bins, or a range without width.
+    InputError for a bias that is not finite and for no bins.
     """
 
     def __init__(self, bias: Tensor, num_bins: int = 1000, span: float = 1.0):
@@ -140,7 +141,7 @@ class QuantileHistogram:
         self.counts = torch.zeros(bias.shape[0], num_bins, dtype=torch.int64, device=bias.device)
 
     def position(self, value: Tensor) -> Tensor:
-        """Where a value lies, in bins: bin n is [n, n+1). The writer uses this line and the reader its inverse below."""
+        """Where a value lies, in bins: bin n is [n, n+1). The writer uses this line, the reader its inverse below."""
         return (value - self.low) / self.width
 
     def value(self, position: Tensor) -> Tensor:
@@ -192,15 +193,13 @@ def is_router(module: nn.Module) -> bool:
 
 
 def recomputing() -> bool:
-    """Inside a backward pass, where a forward only repeats one already counted (activation checkpointing, both kinds).
-
-    The number of the running backward pass, -1 outside one: no public name, but PyTorch's own FSDP2 asks it the same.
-    """
+    """Inside a backward pass, where a forward repeats one already counted (activation checkpointing, both kinds)."""
+    # The number of the running backward pass, -1 outside one. No public name, but PyTorch's FSDP2 asks the same way.
     return torch._C._current_graph_task_id() != -1
 
 
 class Tally:
-    """What one router has shown since the last step: its load, and counted margins or scores if the method needs them."""
+    """What one router has shown since the last step: load, and counted margins or scores if the method needs them."""
 
     def __init__(self, bias: Tensor, method: str, num_bins: int):
         self.load = torch.zeros(bias.shape, dtype=torch.int64, device=bias.device)
@@ -230,10 +229,10 @@ class Balancer:
         balancer = Balancer(model)
         loss.backward(); optimiser.step(); balancer.step()
 
-    method: "quantile" (histogram), "quantile_exact" (keeps all scores; one process), "sign" (by `step`), or "none" (only
-    measures). Between steps there is no state beside the biases, which the model saves.
-    all_reduce: sum counts over `group` where torch.distributed is initialised. All its ranks call step(). It must be the
-    ranks that saw different tokens: copies of the same tokens (tensor parallel) would be counted twice.
+    method: "quantile" (histogram), "quantile_exact" (keeps all scores; one process), "sign" (by `step`), or "none"
+    (only measures). After a step there is no state beside the biases, which the model saves.
+    all_reduce: sum counts over `group` where torch.distributed is initialised. All its ranks call step(). It must be
+    the ranks that saw different tokens: copies of the same tokens (tensor parallel) would be counted twice.
 
     Every forward in training mode counts, with or without gradient; not the recomputation of activation checkpointing.
     Padding counts, since routers run on it. A router in evaluation mode is neither counted nor changed.
@@ -243,8 +242,8 @@ class Balancer:
 
     def __init__(self, model: nn.Module, method: str = "quantile", step: float = 1e-3, num_bins: int = 1000,
                  all_reduce: bool = True, group=None):
-        if method not in METHODS:
-            raise InputError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+        if method not in ("quantile", "quantile_exact", "sign", "none"):
+            raise InputError(f"method is {method!r}; it must be 'quantile', 'quantile_exact', 'sign' or 'none'")
         self.method, self.step_size, self.num_bins = method, step, num_bins
         self.all_reduce, self.group = all_reduce, group
         self.routers = {name: module for name, module in model.named_modules() if is_router(module)}

@@ -30,7 +30,7 @@ class KeepFloat32:
         def convert(t):
             new = fn(t)
             if id(t) in ids and new.dtype in (torch.bfloat16, torch.float16):
-                return upcast(t).to(new.device)
+                return t.to(new.device, torch.float32)
             return new
 
         return super()._apply(convert, recurse)

@@ -1,0 +1,48 @@
+# Two commands are enough after a clone: `make book` and `make test`.
+# Needs Python 3.11 to 3.14, named python3 or python3.x; another one: make book PYTHON=/path/to/python
+PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$p && break; done)
+PORT  = 8000
+TESTS = tests book
+
+PY       = .venv/bin/python
+READY    = .venv/.ready
+BUILT    = _build/.built
+PAGE     = _build/html/index.html
+CHAPTERS = $(wildcard book/*.ipynb)
+SOURCES  = _config.yml _toc.yml $(shell find book -not -path '*/.*' -not -path '*/__pycache__*')
+
+.PHONY: book test notebooks serve lab clean
+
+book: $(BUILT)  ## build the site
+	@echo "The book is at file://$(CURDIR)/$(PAGE) (or run: make serve)"
+
+test: $(BUILT)  ## run every test, then every notebook against its stored outputs
+	K3_SITE=_build/html $(PY) -m pytest $(TESTS) --nbval --nbval-current-env \
+		--nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout=120
+
+notebooks: $(READY)  ## execute the chapters again and store their outputs
+	$(PY) -m k3_teach.notebook.execute run $(CHAPTERS)
+
+serve: $(BUILT)  ## serve the built site
+	@echo "http://127.0.0.1:$(PORT)/ (stop with Ctrl-C)"
+	@$(PY) -m http.server --bind 127.0.0.1 --directory _build/html $(PORT)
+
+lab: $(READY)  ## open the chapters in JupyterLab
+	$(PY) -m pip install --quiet -c requirements.txt jupyterlab==4.6.6
+	.venv/bin/jupyter trust $(CHAPTERS)
+	.venv/bin/jupyter lab book
+
+clean:  ## remove what the other targets made
+	rm -rf .venv _build .pytest_cache .hypothesis *.egg-info
+
+$(READY): requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "This book needs Python 3.11 to 3.14; none was found. Install one, or name it: make book PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install -r requirements.txt -e .
+	@touch $@
+
+$(BUILT): $(READY) $(SOURCES)
+	rm -rf _build
+	.venv/bin/jupyter-book build . -W -n --keep-going
+	@touch $@

@@ -57,13 +57,13 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
     _raise_if(problems, folder)
     dtype = dtype or stored.dtype("model.embed_tokens.weight")
     model.to(dtype).to_empty(device=device)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
     with torch.no_grad():
         for name, (p, e) in released_names(model).items():
             target = p if e is None else p[e]
             target.copy_(_fit(name, stored.read(name, target.dtype), target.shape, problems))
     _raise_if(problems, folder)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
     return model.eval()
 
 

@@ -100,8 +100,9 @@ def test_model_reads_as_many_sources():
 
 
 def test_snapshots_are_written_once():
-    """Pitfall 22: what is sealed stays as it was until the end."""
+    """Pitfall 22: what is sealed stays as it was until the end: the embedding first, then the sums of whole blocks."""
     model, ids = toy(), tokens(1, 5)
+    _, trace = model(ids, return_trace=True)
     stream = k3.BlockStream(model.embed_tokens(ids).detach(), 1e-5)
     copies = []
     with torch.no_grad():
@@ -109,8 +110,11 @@ def test_snapshots_are_written_once():
             layer(stream)
             copies += [s.clone() for s in stream.sealed[len(copies):]]
     assert len(copies) == 3
-    for kept, copy in zip(stream.sealed, copies):
+    block = lambda layers: sum(trace[f"L{i}.{m}_out"] for i in layers for m in ("attn", "mlp")).detach()
+    expected = [model.embed_tokens(ids).detach(), block(range(4)), block(range(4, 8))]
+    for kept, copy, e in zip(stream.sealed, copies, expected):
         assert torch.equal(kept, copy)
+        assert_close(kept, e, atol=1e-11, rtol=0)
 
 
 def test_the_stack_can_be_cut_anywhere():

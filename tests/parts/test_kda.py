@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import k3_teach as k3
-from k3_teach.parts.kda import decayed_scores, leaf_size
+from k3_teach.parts.kda import SEGMENT, decayed_scores, leaf_size
 
 NAMES = ["o", "S", "dq", "dk", "dv", "dg", "dbeta", "dS"]
 
@@ -82,6 +82,15 @@ def test_recurrence_against_numpy():
             M = M + beta[b, t, h].item() * np.outer(kt, v[b, t, h].numpy() - M.T @ kt)
             np.testing.assert_allclose(o[b, t, h].numpy(), M.T @ q[b, t, h].numpy(), atol=1e-13)
         np.testing.assert_allclose(S[b, h].numpy(), M, atol=1e-13)
+
+
+def test_gradients_cross_segments():
+    """Pitfall 39: a long text is worked on in segments; gradients must pass from one to the one before."""
+    args = inputs(300, B=4, H=1, K=4, V=3)
+    assert 300 > max(128, SEGMENT // 4)
+    expected = with_gradients(k3.recurrent_kda, args, torch.float64)
+    for name, a, e in zip(NAMES, with_gradients(k3.chunk_kda, args, torch.float64), expected):
+        assert relative(a, e) < 1e-12, name
 
 
 @settings(max_examples=25, deadline=None)

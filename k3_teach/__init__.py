@@ -1,7 +1,8 @@
 """k3_teach: the Kimi K3 text model in PyTorch, written to be read.
 
-`config` says what a model is; `parts/` holds its mechanisms, one file each; `model` puts them together; `cache` is what
-decoding keeps; `checkpoint` reads and writes the released format; `scale/` counts what it costs.
+`config` says what a model is; `parts/` holds its mechanisms, one file each; `model` puts
+them together; `cache` is what decoding keeps; `checkpoint` reads and writes the released
+format; `scale/` counts what it costs.
 """
 
 from k3_teach.cache import Cache, KDAState, LatentCache
@@ -10,11 +11,15 @@ from k3_teach.config import K3Config, LinearAttnConfig
 from k3_teach.errors import CheckpointError, ConfigError, InputError, K3Error
 from k3_teach.init import init_parameters
 from k3_teach.model import K3Model, next_token_loss
-from k3_teach.parts.attention import GroupedQueryAttention, attention, attention_eager, causal_mask
-from k3_teach.parts.attn_res import BlockStream, PlainStream, attn_res, merge_live, read_sealed
-from k3_teach.parts.balance import Balancer, QuantileHistogram, expert_load, max_vio, quantile_bias, sign_update
+from k3_teach.parts.attention import (
+    GroupedQueryAttention, attention, attention_eager, causal_mask)
+from k3_teach.parts.attn_res import (
+    BlockStream, PlainStream, attn_res, merge_live, read_sealed)
+from k3_teach.parts.balance import (
+    Balancer, QuantileHistogram, expert_load, max_vio, quantile_bias, sign_update)
 from k3_teach.parts.kda import chunk_kda, recurrent_kda
-from k3_teach.parts.kda_layer import KDA, bounded_gate, l2_normalize, short_conv, softplus_gate
+from k3_teach.parts.kda_layer import (
+    KDA, bounded_gate, l2_normalize, short_conv, softplus_gate)
 from k3_teach.parts.latent_moe import LatentMoE
 from k3_teach.parts.mla import MLA, mla_absorbed, mla_expanded
 from k3_teach.parts.moe import Experts, MoE, Router, experts_grouped, experts_loop, route

@@ -1,7 +1,14 @@
-"""What decoding keeps: a fixed-size state for every KDA layer, one narrow row per token for every MLA layer.
+"""What decoding keeps: a state of fixed size for KDA, a narrow row per token for MLA.
 
-A cache can be copied, reordered (for beam search), and rolled back to a snapshot. It cannot be cut back to an arbitrary
-length: the KDA state is a sum over all tokens so far, and no token can be taken out of it again.
+A cache can be copied, reordered (for beam search), and rolled back to a snapshot. It
+cannot be cut back to an arbitrary length: the KDA state is a sum over all tokens so
+far, and no token can be taken out of it again.
+
+`Cache` holds one state per layer and calls the same five methods of each: copy, reorder
+(the rows of the batch), snapshot, restore, and tensors (all that is kept).
+
+Shapes: B batch, T tokens, H heads, K width of a key, V of a value, W width of a
+convolution, P = H K its channels.
 """
 
 import torch
@@ -9,16 +16,18 @@ from torch import Tensor
 
 from k3_teach.errors import InputError
 
-GROWTH = 256  # rows by which a LatentCache grows at least
+GROWTH = 256  # rows of the smallest LatentCache buffer
 
 
 class KDAState:
-    """`S` [B,H,K,V] in float32 and the last inputs `taps` of the three convolutions, [B,W-1,P] each. None: nothing seen.
+    """What a KDA layer keeps: `S` [B,H,K,V] in float32, and `taps`, the last inputs of
+    its three convolutions, [B,W-1,P] each. None: nothing seen.
 
-    A layer replaces both and never writes into them, so a reference is a snapshot.
+    The layer replaces both and never writes into them, so a reference is a snapshot.
     """
 
-    def __init__(self, S: Tensor | None = None, taps: tuple[Tensor, Tensor, Tensor] | None = None):
+    def __init__(self, S: Tensor | None = None,
+                 taps: tuple[Tensor, Tensor, Tensor] | None = None):
         self.S, self.taps = S, taps
 
     def copy(self) -> "KDAState":
@@ -39,7 +48,11 @@ class KDAState:
 
 
 class LatentCache:
-    """Rows [B, length, width], one per token, in a buffer that grows by at least half, so that appending stays cheap."""
+    """What an MLA layer keeps: rows [B, length, width], one per token.
+
+    They lie in a buffer that grows by half or more, so that appending stays cheap. Rows
+    are added at the end and stay as they are, so a length is a snapshot.
+    """
 
     def __init__(self):
         self.buffer: Tensor | None = None
@@ -88,8 +101,10 @@ class LatentCache:
 class Snapshot:
     """A point to which a cache can be rolled back. Made by `Cache.snapshot`."""
 
-    def __init__(self, owner: object, length: int, rollbacks: int, mask: Tensor | None, states: list):
-        self.owner, self.length, self.rollbacks, self.mask, self.states = owner, length, rollbacks, mask, states
+    def __init__(self, owner: object, length: int, rollbacks: int, mask: Tensor | None,
+                 states: list):
+        self.owner, self.length, self.rollbacks = owner, length, rollbacks
+        self.mask, self.states = mask, states
 
 
 class Cache:
@@ -98,20 +113,24 @@ class Cache:
     def __init__(self, states: list, batch_size: int):
         self.states, self.batch_size = states, batch_size
         self.length = 0
-        self.mask: Tensor | None = None      # [B, length], False at padding; None: no padding so far
-        self._owner = object()               # a snapshot is good for one cache in one order of rows
-        self._cut: list[int] = []            # the lengths to which this cache was rolled back
+        self.mask: Tensor | None = None  # [B, length], False at padding; None: all True
+        self._owner = object()           # a snapshot fits one cache, one order of rows
+        self._cut: list[int] = []        # the lengths to which it was rolled back
 
     def __len__(self) -> int:
         """Tokens so far, padding included."""
         return self.length
 
+    def __bool__(self) -> bool:
+        return True     # an empty cache is a cache: `cache or other` must not lose it
+
     def nbytes(self) -> int:
         """Bytes that the kept numbers take, without the room to grow."""
-        return sum(t.numel() * t.element_size() for s in self.states for t in s.tensors())
+        kept = [t for s in self.states for t in s.tensors()]
+        return sum(t.numel() * t.element_size() for t in kept)
 
     def advance(self, num_tokens: int, mask: Tensor | None) -> None:
-        """Called by the model after a forward pass."""
+        """Called by the model after a forward pass, with the mask over all tokens."""
         self.length += num_tokens
         self.mask = mask
 
@@ -122,27 +141,42 @@ class Cache:
         return new
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row i become what row `rows[i]` was; rows may repeat, and the batch size may change. Ends all snapshots."""
-        if rows.ndim != 1 or rows.dtype not in (torch.int32, torch.int64) or len(rows) == 0:
-            raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; it must be a list of row numbers, int64 [n]")
+        """Let row i become what row `rows[i]` was. Ends all snapshots.
+
+        rows int64 [n]; they may repeat, and n may differ from the batch size.
+        InputError for another shape or dtype, and for a row that there is not.
+        """
+        integers = rows.dtype in (torch.int32, torch.int64)
+        if rows.ndim != 1 or not integers or len(rows) == 0:
+            raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; "
+                             "it must be a list of row numbers, int64 [n]")
         if rows.min() < 0 or rows.max() >= self.batch_size:
-            raise InputError(f"rows holds {rows.tolist()}; row numbers must be from 0 to {self.batch_size - 1}")
+            raise InputError(f"rows holds {rows.tolist()}; "
+                             f"row numbers must be from 0 to {self.batch_size - 1}")
         for s in self.states:
             s.reorder(rows)
         self.mask = None if self.mask is None else self.mask[rows]
         self.batch_size, self._owner = len(rows), object()
 
     def snapshot(self) -> Snapshot:
-        """Remember this point. Costs no copy: it keeps the present KDA states alive and notes the length."""
-        return Snapshot(self._owner, self.length, len(self._cut), self.mask, [s.snapshot() for s in self.states])
+        """Remember this point. Nothing is copied: the KDA states of now stay alive, and
+        the number of MLA rows is noted."""
+        states = [s.snapshot() for s in self.states]
+        return Snapshot(self._owner, self.length, len(self._cut), self.mask, states)
 
     def rollback(self, to: Snapshot) -> None:
-        """Return to a snapshot of this cache, exactly. A snapshot of tokens that were since replaced is refused."""
+        """Return to a snapshot of this cache, exactly.
+
+        InputError for a snapshot of another cache or order of rows, and for one that
+        lies beyond a later rollback: tokens that it knew may have been replaced since.
+        """
         if to.owner is not self._owner:
-            raise InputError("this snapshot was taken from another cache, or before this one was reordered")
-        if min(self._cut[to.rollbacks:], default=to.length) < to.length:
-            raise InputError(f"this snapshot was taken at {to.length} tokens, some of which were replaced after a rollback "
-                             f"to {min(self._cut[to.rollbacks:])}")
+            raise InputError("this snapshot was taken from another cache, "
+                             "or before this one was reordered")
+        cut = self._cut[to.rollbacks:]
+        if min(cut, default=to.length) < to.length:
+            raise InputError(f"this snapshot was taken at {to.length} tokens, some of "
+                             f"which were replaced after a rollback to {min(cut)}")
         for s, saved in zip(self.states, to.states):
             s.restore(saved)
         self.length, self.mask = to.length, to.mask

@@ -1,13 +1,16 @@
-"""Folders in the released format: `config.json` beside safetensors, in one file or in shards with an index.
+"""Folders in the released format: `config.json` beside safetensors, in one file or in
+shards with an index.
 
-Reading accepts what the release and its ports contain: names with or without `language_model.`, `A_log` padded with zeros,
-routed experts in MXFP4 or not, a vision tower (skipped). Nothing is guessed: every tensor must find its place and every
-place its tensor, or one error lists them all.
+Reading accepts what the release and its ports contain: names with or without
+`language_model.`, `A_log` padded with zeros, routed experts in MXFP4 or not, a vision tower
+(skipped). Nothing is guessed: every tensor must find its place and every place its tensor,
+or one error lists them all.
 """
 
 import json
 import os
 import re
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,15 +24,19 @@ from k3_teach.errors import CheckpointError, InputError
 from k3_teach.model import K3Model
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 PREFIX = "language_model."
-NOT_TEXT = ("vision_tower.", "mm_projector.")             # the other halves of the released multimodal checkpoint
-STACKED = re.compile(r"(.*\.experts)\.(w[123])")          # our stacked parameter
+NOT_TEXT = ("vision_tower.", "mm_projector.")       # of the released multimodal checkpoint
+STACKED = re.compile(r"(.*\.experts)\.(w[123])")    # our stack of one matrix of each expert
 
 
 def released_names(model: K3Model) -> dict[str, tuple[torch.nn.Parameter, int | None]]:
-    """Released name -> (our parameter, row of the stack or None), in the order of the model."""
+    """Released name -> (our parameter, row of the stack or None), in the model's order.
+
+    It names a tied head only once, as the embedding.
+    """
     names = {}
-    for name, p in model.named_parameters():              # a tied head is not listed a second time
+    for name, p in model.named_parameters():
         full = name if name.startswith("lm_head.") else f"model.{name}"
         if m := STACKED.fullmatch(full):
             names.update({f"{m[1]}.{e}.{m[2]}.weight": (p, e) for e in range(len(p))})
@@ -38,22 +45,25 @@ def released_names(model: K3Model) -> dict[str, tuple[torch.nn.Parameter, int | 
     return names
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------
 
 def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K3Model:
-    """The model in `folder`, in evaluation mode. `dtype` None: that of the stored embedding.
+    """The model in `folder`, in evaluation mode.
 
-    Parameters that the release keeps in float32 are kept so. Raises ConfigError, or CheckpointError listing every missing,
-    extra and misshapen tensor.
+    dtype None: that of the stored embedding. Parameters that the release keeps in float32
+    are kept so. Raises ConfigError; CheckpointError for files that cannot be read, and for
+    tensors that do not fit, listing every missing, extra and misshapen one.
     """
     folder = Path(folder)
     config = K3Config.from_json(folder)
     stored = _Stored(folder)
     model = K3Model(config, device="meta")
     places = released_names(model)
-    problems = [f"extra: {n}" for n in sorted(stored.names) if n not in places and not _droppable(n, stored, config)]
+    extra = sorted(stored.names - places.keys())
+    problems = [f"extra: {n}" for n in extra if not stored.droppable(n, config)]
     problems += [f"missing: {n}" for n in places if n not in stored.names]
-    problems += [f"misshapen: {n} is {s}, the configuration wants {w}" for n, s, w in _misshapen(places, stored)]
+    problems += [f"misshapen: {n} is {shape}, the configuration wants {wanted}"
+                 for n, shape, wanted in _misshapen(places, stored)]
     _raise_if(problems, folder)
     dtype = dtype or stored.dtype("model.embed_tokens.weight")
     model.to(dtype).to_empty(device=device)
@@ -62,35 +72,44 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
     with torch.no_grad():
         for name, (p, e) in released_names(model).items():
             target = p if e is None else p[e]
-            target.copy_(_fit(name, stored.read(name, target.dtype), target.shape, problems))
+            x = stored.read(name, target.dtype)
+            target.copy_(_fit(name, x, target.shape, problems))
     _raise_if(problems, folder)
     return model.eval()
 
 
 class _Stored:
-    """The tensors of a folder under their names without `language_model.`, read one at a time through a memory map."""
+    """The tensors of a folder under their names without `language_model.`, read one at a
+    time through a memory map.
+
+    files: name -> open file and stored name; shapes: name -> shape; names: those that a
+    model has, where the two halves of an MXFP4 weight count as one.
+    """
 
     def __init__(self, folder: Path):
-        self.files, self.shapes = {}, {}                  # name -> open file and stored name; name -> shape
+        self.files, self.shapes = {}, {}
         for path in _shards(folder):
             try:
                 f = safe_open(path, framework="pt")
                 for stored in f.keys():
                     self._add(stored, f, path)
             except (SafetensorError, OSError) as e:
-                raise CheckpointError(f"{path}: not a readable safetensors file ({e})") from None
-        packed = {n.removesuffix("_packed") for n in self.files if n.endswith(".weight_packed")}
+                message = f"{path}: not a readable safetensors file ({e})"
+                raise CheckpointError(message) from None
+        packed = (n for n in self.files if n.endswith(".weight_packed"))
+        packed = {n.removesuffix("_packed") for n in packed}
         halves = {f"{n}{half}" for n in packed for half in ("_packed", "_scale")}
         self.names = packed | (self.files.keys() - halves)
         if twice := packed & self.files.keys():
-            raise CheckpointError(f"{folder}: {min(twice)} is stored twice, in MXFP4 and plain")
+            raise CheckpointError(f"{folder}: {min(twice)} is stored twice, in MXFP4 and "
+                                  "plain; it must be stored once")
 
     def _add(self, stored: str, f, path: Path):
         name = stored.removeprefix(PREFIX)
         if name.startswith(NOT_TEXT):
             return
         if name in self.files:
-            raise CheckpointError(f"{path}: {stored} is stored twice")
+            raise CheckpointError(f"{path}: {stored} is stored twice; once is allowed")
         self.files[name] = (f, stored)
         self.shapes[name] = list(f.get_slice(stored).get_shape())
 
@@ -101,7 +120,13 @@ class _Stored:
         *rows, half = self.shapes[f"{name}_packed"]
         return [*rows, 2 * half]
 
+    def droppable(self, name: str, config: K3Config) -> bool:
+        """Does it carry nothing? It has size 0 (no shared experts), or is a tied head."""
+        tied = config.tie_word_embeddings and name == "lm_head.weight"
+        return tied or 0 in self.shapes.get(name, [1])
+
     def raw(self, name: str) -> Tensor:
+        """The tensor as it is stored."""
         f, stored = self.files[name]
         return f.get_tensor(stored)
 
@@ -109,110 +134,136 @@ class _Stored:
         return self.raw(name).dtype
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor; `dtype` is what MXFP4 is decoded to."""
         if name in self.files:
             return self.raw(name)
+        packed, scale = self.raw(f"{name}_packed"), self.raw(f"{name}_scale")
         try:
-            return mxfp4.decode(self.raw(f"{name}_packed"), self.raw(f"{name}_scale"), dtype)
+            return mxfp4.decode(packed, scale, dtype)
         except InputError as e:
             raise CheckpointError(f"{name}: {e}") from None
 
 
 def _shards(folder: Path) -> list[Path]:
-    index = folder / INDEX
+    """The safetensors files of a folder: those of the index, else what lies there."""
+    index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
-        files = [folder / "model.safetensors"] if (folder / "model.safetensors").exists() else sorted(folder.glob("model-*.safetensors"))
+        files = [single] if single.exists() else sorted(folder.glob("model-*.safetensors"))
         if not files:
-            raise CheckpointError(f"{folder}: holds no {INDEX}, model.safetensors or model-*.safetensors")
+            wanted = f"{INDEX}, {SINGLE} or model-*.safetensors"
+            raise CheckpointError(f"{folder}: holds no {wanted}")
         return files
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index}: must be JSON with a weight_map from tensor names to file names") from None
+        raise CheckpointError(f"{index}: must be JSON with a weight_map from tensor names "
+                              "to file names") from None
     outside = [n for n in names if not isinstance(n, str) or Path(n).name != n]
     if outside:
-        raise CheckpointError(f"{index}: names {outside[0]!r}; shards must be files in the same folder")
+        raise CheckpointError(f"{index}: names {outside[0]!r}; "
+                              "shards must be files in the same folder")
     lost = [n for n in names if not (folder / n).is_file()]
     if lost:
-        raise CheckpointError(f"{folder}: the index names shards that are not there: {', '.join(lost)}")
+        raise CheckpointError(f"{folder}: the index names shards that are not there: "
+                              f"{', '.join(lost)}")
     return [folder / n for n in names]
 
 
-def _droppable(name: str, stored: _Stored, config: K3Config) -> bool:
-    """Tensors that carry nothing: of size 0 (no shared experts), or a head that is tied to the embedding."""
-    return 0 in stored.shapes.get(name, [1]) or (config.tie_word_embeddings and name == "lm_head.weight")
-
-
 def _misshapen(places, stored: _Stored):
+    """Yields name, stored shape and wanted shape of what does not fit. `A_log` may be too
+    long: see `_fit`."""
     for name, (p, e) in places.items():
         if name not in stored.names:
             continue
-        want = list(p.shape if e is None else p.shape[1:])
-        padded_ok = name.endswith(".A_log") and len(stored.shape(name)) == 1 and stored.shape(name)[0] >= want[0]
-        if stored.shape(name) != want and not padded_ok:
-            yield name, stored.shape(name), want
-        packed, scale = stored.shapes.get(f"{name}_packed"), stored.shapes.get(f"{name}_scale")
-        if packed is not None and scale != [want[0], want[1] // mxfp4.BLOCK]:
-            yield f"{name}_scale", scale, [want[0], want[1] // mxfp4.BLOCK]
+        shape, wanted = stored.shape(name), list(p.shape if e is None else p.shape[1:])
+        padded = name.endswith(".A_log") and prod(shape) >= wanted[0]
+        if shape != wanted and not padded:
+            yield name, shape, wanted
+        if f"{name}_packed" in stored.shapes:
+            scale = stored.shapes.get(f"{name}_scale")
+            wanted = [wanted[0], wanted[1] // mxfp4.BLOCK]
+            if scale != wanted:
+                yield f"{name}_scale", scale, wanted
 
 
 def _fit(name: str, x: Tensor, shape, problems: list[str]) -> Tensor:
-    """Cut the zero padding of `A_log`. It is per head; the release pads it to 128 entries."""
+    """Cut the zero padding of `A_log`, which is per head; the release pads it to 128, and
+    other files have it as [1, 1, H, 1]."""
     if x.shape == shape:
         return x
+    x = x.flatten()
     if x[shape[0]:].any():
-        problems.append(f"misshapen: {name} has {len(x)} entries for {shape[0]} heads, and those after {shape[0]} are not zero")
+        problems.append(f"misshapen: {name} has {len(x)} entries for {shape[0]} heads, "
+                        f"and those after {shape[0]} are not zero")
     return x[:shape[0]]
 
 
 def _raise_if(problems: list[str], folder: Path, most: int = 40):
     if problems:
         more = [f"... and {len(problems) - most} more"] if len(problems) > most else []
-        raise CheckpointError(f"{folder}: {len(problems)} tensors do not fit the configuration\n  " + "\n  ".join(problems[:most] + more))
+        head = f"{folder}: {len(problems)} tensors do not fit the configuration"
+        raise CheckpointError("\n  ".join([head, *problems[:most], *more]))
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------
 
-def save_checkpoint(model: K3Model, folder, max_shard_bytes: int = 5 * 10 ** 9, released_layout: bool = False,
-                    mxfp4_experts: bool = False) -> None:
-    """Write `config.json` and the weights so that `load_checkpoint` gives back the same bits.
+def save_checkpoint(model: K3Model, folder, max_shard_bytes: int = 5 * 10 ** 9,
+                    released_layout: bool = False, mxfp4_experts: bool = False) -> None:
+    """Write `config.json` and the weights; `load_checkpoint` gives back the same bits.
 
-    released_layout: the names of the release (`language_model.`), its nested configuration, and `A_log` padded with zeros.
-    mxfp4_experts: routed experts in MXFP4, as released; lossless only for weights that MXFP4 can hold. Otherwise the
-    experts are written in the dtype of the model, and the written configuration has no quantization_config.
+    released_layout: the names of the release (`language_model.`), its nested
+        configuration, and `A_log` padded with zeros.
+    mxfp4_experts: routed experts in MXFP4, as released; lossless only for weights that
+        MXFP4 can hold, InputError for what it cannot take (see `mxfp4.encode`). Without
+        it, they are written in the dtype of the model, and no quantization_config.
 
-    Files are complete before they get their names: an interrupted save leaves the previous checkpoint whole.
+    Files get their names when all are complete: a save that is interrupted while it writes
+    leaves the previous checkpoint whole.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards, weight_map, total = [{}], {}, 0
-    size = 0
-    for name, tensor in _to_write(model, released_layout, mxfp4_experts):
-        nbytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + nbytes > max_shard_bytes:
+    tensors = _to_write(model, released_layout, mxfp4_experts)
+    files = _cut(tensors, max_shard_bytes)
+    for file, shard in files.items():
+        save_file(shard, folder / f"{file}.tmp", metadata={"format": "pt"})
+    written = [*files]
+    if len(files) > 1:
+        (folder / f"{INDEX}.tmp").write_text(_index(files), encoding="utf-8")
+        written.append(INDEX)
+    config = _config_to_write(model.config, released_layout, mxfp4_experts)
+    config.to_json(folder / "config.json.tmp")
+    written.append("config.json")
+    for old in [*folder.glob("model-*-of-*.safetensors"), folder / INDEX, folder / SINGLE]:
+        if old.name not in written:
+            old.unlink(missing_ok=True)
+    for file in written:
+        os.replace(folder / f"{file}.tmp", folder / file)
+
+
+def _cut(tensors, max_bytes: int) -> dict[str, dict[str, Tensor]]:
+    """File name -> its tensors, in order, at most `max_bytes` (or one tensor) in a file."""
+    shards, size = [{}], 0
+    for name, tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
-        size, total = size + nbytes, total + nbytes
-    written = {}
-    for i, shard in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / f"{file}.tmp", metadata={"format": "pt"})
-        written[file] = f"{file}.tmp"
-        weight_map.update(dict.fromkeys(shard, file))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / f"{INDEX}.tmp").write_text(json.dumps(index, indent=1), encoding="utf-8")
-        written[INDEX] = f"{INDEX}.tmp"
-    _config_to_write(model.config, released_layout, mxfp4_experts).to_json(folder / "config.json.tmp")
-    written["config.json"] = "config.json.tmp"
-    for old in [*folder.glob("model-*-of-*.safetensors"), folder / INDEX, folder / "model.safetensors"]:
-        if old.name not in written:
-            old.unlink(missing_ok=True)
-    for file, tmp in written.items():
-        os.replace(folder / tmp, folder / file)
+        size += tensor.nbytes
+    n = len(shards)
+    names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    return dict(zip(names if n > 1 else [SINGLE], shards))
+
+
+def _index(files: dict[str, dict[str, Tensor]]) -> str:
+    total = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())
+    weight_map = {name: file for file, shard in files.items() for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(index, indent=1)
 
 
 def _to_write(model: K3Model, released_layout: bool, mxfp4_experts: bool):
+    """Yields stored name and tensor, on the CPU, in the model's order."""
     prefix = PREFIX if released_layout else ""
     for name, (p, e) in released_names(model).items():
         tensor = (p if e is None else p[e]).detach().cpu().contiguous()
@@ -228,6 +279,7 @@ def _to_write(model: K3Model, released_layout: bool, mxfp4_experts: bool):
 
 
 def _config_to_write(c: K3Config, released_layout: bool, mxfp4_experts: bool) -> K3Config:
+    """The configuration as the files are written, which may not be how they were read."""
     if not mxfp4_experts:
         c = c.replace(quantization_config=None)
     elif c.quantization_config is None:

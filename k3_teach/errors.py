@@ -1,4 +1,7 @@
-"""The errors that this package raises on purpose. Each message names what was wrong and what is allowed."""
+"""The errors that this package raises on purpose.
+
+Each message names what was wrong and what is allowed.
+"""
 
 
 class K3Error(ValueError):
@@ -14,4 +17,4 @@ class ConfigError(K3Error):
 
 
 class CheckpointError(K3Error):
-    """A checkpoint folder that does not hold the model that its configuration describes."""
+    """A checkpoint folder that does not hold the model its configuration describes."""

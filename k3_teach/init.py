@@ -1,19 +1,25 @@
-"""How every parameter begins. One table; the first pattern that fits a parameter's name decides.
+"""How every parameter begins: a table, of which the first pattern that fits a name decides.
 
-| parameter                        | "report"                                     | "released" (the released modelling code)  |
-|----------------------------------|----------------------------------------------|-------------------------------------------|
-| AttnRes query (`*_res_proj`)     | 0: all sources count the same                | N(0, std)                                 |
-| `A_log`                          | 0                                            | log U(1, 16)                              |
-| `dt_bias`                        | softplus^-1(t), log t uniform in log [.001, .1] | the same: the code leaves it unset     |
-| convolutions                     | U(-1/sqrt(W), 1/sqrt(W))                     | the same                                  |
-| norms                            | 1                                            | 1                                         |
-| `e_score_correction_bias`        | 0                                            | the same: the code leaves it unset        |
-| router (`gate.weight`)           | U(-1/sqrt(d), 1/sqrt(d))                     | the same                                  |
-| embedding, all other matrices    | N(0, std)                                    | the same; the padding row of the embedding is 0 |
+| parameter                       | "report"                  | "released" (the code)     |
+|---------------------------------|---------------------------|---------------------------|
+| AttnRes query (`*_res_proj`)    | 0: all sources count alike| N(0, std)                 |
+| `A_log`                         | 0                         | log U(1, 16)              |
+| `dt_bias`                       | softplus^-1(t), t log-    | the same (1)              |
+|                                 | uniform in [0.001, 0.1]   |                           |
+| convolutions                    | U(-1/sqrt(W), 1/sqrt(W))  | the same                  |
+| norms                           | 1                         | the same                  |
+| `e_score_correction_bias`       | 0                         | the same (1)              |
+| router (`gate.weight`)          | U(-1/sqrt(d), 1/sqrt(d))  | the same                  |
+| embedding, all other matrices   | N(0, std)                 | the same; 0 in the row of |
+|                                 |                           | the padding token         |
 
-std is `initializer_range`. A zero query makes a depth read the mean of its sources, which after the norm that follows is
-the ordinary residual (Attention Residuals, arXiv 2603.15031, section 5). Without a gate bound, `dt_bias` makes the decays
-e^-t of Kimi Linear; with one it is the starting point of the released trained values (about -4.6).
+(1) The released code leaves it unset. std is `initializer_range`, d the model width, W the
+width of a convolution.
+
+A zero query makes a depth read the mean of its sources, which after the norm that follows
+is the ordinary residual (Attention Residuals, arXiv 2603.15031, section 5). Without a gate
+bound, `dt_bias` makes the first decays e^-t, as in Kimi Linear; with one, it is where the
+training of K3 began (its trained values are about -4.6, in the middle of the range).
 """
 
 import math
@@ -63,12 +69,17 @@ RULES = (  # name ends with, "report", "released"
 
 
 @torch.no_grad()
-def init_parameters(module: nn.Module, variant: str = "report", std: float = 0.02, pad_token_id: int | None = None) -> None:
-    """Fill every parameter of `module` by the table above, from torch's default generator."""
+def init_parameters(module: nn.Module, variant: str = "report", std: float = 0.02,
+                    pad_token_id: int | None = None) -> None:
+    """Fill every parameter of `module` by the table above, from torch's default generator.
+
+    InputError for a variant other than "report" and "released".
+    """
     if variant not in ("report", "released"):
         raise InputError(f"init is {variant!r}; it must be 'report' or 'released'")
     for name, p in module.named_parameters():
         _, report, released = next(rule for rule in RULES if name.endswith(rule[0]))
         (report if variant == "report" else released)(p, std)
-        if variant == "released" and name.endswith("embed_tokens.weight") and pad_token_id is not None:
+        padded = name.endswith("embed_tokens.weight") and pad_token_id is not None
+        if variant == "released" and padded:
             p[pad_token_id] = 0

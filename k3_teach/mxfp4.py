@@ -2,9 +2,10 @@
 
     w = element * 2^(scale - 127)          one scale for 32 consecutive input columns
 
-An element is E2M1, a sign, two exponent bits and one mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
-A scale is E8M0, a byte that is an exponent; 255 is NaN (OCP Microscaling Formats v1.0).
-Stored as compressed-tensors' `mxfp4-pack-quantized`: two elements a byte, the even column in the low four bits.
+An element is E2M1, a sign, two exponent bits and one mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4,
+6 and their negatives. A scale is E8M0, a byte that is an exponent; 255 is NaN (OCP
+Microscaling Formats v1.0). Stored as compressed-tensors' `mxfp4-pack-quantized`: two
+elements a byte, the even column in the low four bits.
 
 Shapes: packed uint8 [..., out, in/2], scale uint8 [..., out, in/32], weight [..., out, in].
 """
@@ -16,16 +17,20 @@ from k3_teach.errors import InputError
 
 BLOCK = 32           # columns that share a scale
 BIAS = 127           # the exponent stored as 0 is -127
-CHUNK = 1 << 22      # weights in work at once: temporaries stay at some tens of megabytes whatever the tensor
+CHUNK = 1 << 22      # weights in work at once: bounds the temporaries to tens of megabytes
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; code 8 + n is -MAGNITUDES[n], -0 included
-# Bytes of scale for which every element times the scale is exact in a dtype. Outside, it depends on the elements.
-ALWAYS_EXACT = {torch.float64: (0, 254), torch.float32: (0, 252), torch.bfloat16: (0, 252), torch.float16: (104, 140)}
+# By code; code 8 + n is -MAGNITUDES[n], -0 included.
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# First and last byte of scale with which every element is exact in a dtype. Beyond them it
+# depends on the element.
+ALWAYS_EXACT = {torch.float64: (0, 254), torch.float32: (0, 252),
+                torch.bfloat16: (0, 252), torch.float16: (104, 140)}
 
 
 def byte_table(dtype: torch.dtype = torch.float32, device=None) -> Tensor:
     """[256, 2]: the two elements in every byte, even column first."""
-    element = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=dtype, device=device)
+    elements = [*MAGNITUDES, *(-m for m in MAGNITUDES)]
+    element = torch.tensor(elements, dtype=dtype, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([element[byte & 15], element[byte >> 4]], -1)
 
@@ -33,85 +38,107 @@ def byte_table(dtype: torch.dtype = torch.float32, device=None) -> Tensor:
 def scale_table(dtype: torch.dtype = torch.float32, device=None) -> Tensor:
     """[256]: 2^(byte - 127); the last is NaN."""
     powers = [2.0 ** (byte - BIAS) for byte in range(255)]
-    return torch.tensor([*powers, float("nan")], dtype=torch.float64, device=device).to(dtype)
+    powers.append(float("nan"))
+    return torch.tensor(powers, dtype=torch.float64, device=device).to(dtype)
 
 
 def _decode_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """packed [R, in/2], scale [R, in/32] -> [R, in] by two table look-ups and one product."""
-    elements = byte_table(dtype, packed.device).index_select(0, packed.flatten().int()).view(*scale.shape, BLOCK)
-    scales = scale_table(dtype, scale.device).index_select(0, scale.flatten().int()).view(*scale.shape, 1)
+    """packed [R, in/2], scale [R, in/32] -> [R, in]: two table look-ups and one product."""
+    look_up = lambda table, codes: table.index_select(0, codes.flatten().int())
+    elements = look_up(byte_table(dtype, packed.device), packed).view(*scale.shape, BLOCK)
+    scales = look_up(scale_table(dtype, scale.device), scale).view(*scale.shape, 1)
     return elements.mul_(scales).flatten(1)
 
 
 def _row_chunks(columns: int, *tensors: Tensor):
-    """The same rows of each tensor [..., width], some CHUNK weights at a time; views, so they can be written to."""
+    """The same rows of each tensor [..., width], CHUNK weights at a time. They are views,
+    so they can be written to."""
     if all(t.numel() for t in tensors):
         size = max(1, CHUNK // columns)
         yield from zip(*(t.reshape(-1, t.shape[-1]).split(size) for t in tensors))
 
 
 def _check_packed(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or dtype not in ALWAYS_EXACT:
-        raise InputError(f"packed is {packed.dtype}, scale {scale.dtype}, to {dtype}; need uint8, uint8, to a float")
+    bytes_ = packed.dtype == scale.dtype == torch.uint8
+    if not bytes_ or dtype not in ALWAYS_EXACT:
+        got = f"packed is {packed.dtype}, scale {scale.dtype}, to {dtype}"
+        raise InputError(f"{got}; need uint8, uint8, to a float")
     if not scale.ndim or packed.shape != (*scale.shape[:-1], scale.shape[-1] * BLOCK // 2):
-        raise InputError(f"packed {tuple(packed.shape)}, scale {tuple(scale.shape)}; need [..., in/2] and [..., in/32]")
+        got = f"packed {tuple(packed.shape)}, scale {tuple(scale.shape)}"
+        raise InputError(f"{got}; need [..., in/2] and [..., in/32]")
     if bool((scale == 255).any()):
-        raise InputError("a scale byte is 255, which is NaN")
+        raise InputError("a scale byte is 255, which is NaN; need 0 to 254")
 
 
 def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """packed uint8 [..., out, in/2], scale uint8 [..., out, in/32] -> weight [..., out, in] in `dtype`, exactly.
+    """The weights of the file (OCP MX v1.0), exactly -> [..., out, in] in `dtype`.
 
-    float32 and bfloat16 hold every value with a scale byte up to 252; beyond, and in float16, some are too large or too
-    small. InputError where one would be rounded or overflow, for a scale of 255 (NaN), and for wrong shapes or dtypes.
+    packed uint8 [..., out, in/2], scale uint8 [..., out, in/32]. float32 and bfloat16 hold
+    every value with a scale byte up to 252; beyond, and in float16, some are too large or
+    too small. InputError where one would be rounded or overflow, for a scale of 255 (NaN),
+    and for wrong shapes or dtypes.
     """
     _check_packed(packed, scale, dtype)
     columns = packed.shape[-1] * 2
     weight = torch.empty(*packed.shape[:-1], columns, dtype=dtype, device=packed.device)
     for out, p, s in _row_chunks(columns, weight, packed, scale):
-        exact = ALWAYS_EXACT[dtype][0] <= int(s.min()) and int(s.max()) <= ALWAYS_EXACT[dtype][1]
+        low, high = int(s.min()), int(s.max())
+        exact = ALWAYS_EXACT[dtype][0] <= low and high <= ALWAYS_EXACT[dtype][1]
         values = _decode_rows(p, s, dtype if exact else torch.float64)
         out.copy_(values)
         if not exact and not torch.equal(out.double(), values):
-            raise InputError(f"{dtype} cannot hold scale bytes {int(s.min())}..{int(s.max())}; decode to float64")
+            got = f"{dtype} cannot hold scale bytes {low}..{high}"
+            raise InputError(f"{got}; decode to float64")
     return weight
 
 
 def _round_to_code(magnitude: Tensor) -> Tensor:
-    """Nearest E2M1 code 0..7 of values >= 0, uint8; a tie goes to the even code, which is the even mantissa."""
-    to_lower = torch.tensor([0.25, 1.25, 2.5, 5.0], dtype=magnitude.dtype, device=magnitude.device)
-    to_upper = torch.tensor([0.75, 1.75, 3.5], dtype=magnitude.dtype, device=magnitude.device)
-    # The code is the number of midpoints below the value; a midpoint itself is below it only if the tie goes up.
+    """Nearest E2M1 code 0..7 of values >= 0, uint8. A tie goes to the even code, which has
+    the even mantissa."""
+    # The code is the number of midpoints below the value. A value on a midpoint counts it
+    # only if its tie goes up.
+    like = {"dtype": magnitude.dtype, "device": magnitude.device}
+    to_lower = torch.tensor([0.25, 1.25, 2.5, 5.0], **like)
+    to_upper = torch.tensor([0.75, 1.75, 3.5], **like)
     code = torch.bucketize(magnitude, to_lower, out_int32=True)
-    return (code + torch.bucketize(magnitude, to_upper, out_int32=True, right=True)).to(torch.uint8)
+    code = code + torch.bucketize(magnitude, to_upper, out_int32=True, right=True)
+    return code.to(torch.uint8)
 
 
 def _encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[R, in] float32 or float64 -> packed [R, in/2], scale [R, in/32]."""
     blocks = weight.contiguous().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(largest).exponent - 3  # floor(log2(largest)) - 2: the largest lands in [4, 8)
-    exponent = exponent.masked_fill(largest == 0, 0).clamp_min(-BIAS)  # an empty block gets scale 1
+    # floor(log2(largest)) - 2, so that the largest lands in [4, 8); a block of zeros: 0
+    exponent = torch.frexp(largest).exponent - 3
+    exponent = exponent.masked_fill(largest == 0, 0).clamp_min(-BIAS)
     if bool((exponent > BIAS).any()):
         raise InputError("a weight is beyond 2^130, the end of the scale")
-    inverse = scale_table(weight.dtype, weight.device)[(BIAS - exponent).long()]  # 2^-exponent: a product, so exact
+    # 2^-exponent from the table, and a product with it: no step rounds
+    inverse = scale_table(weight.dtype, weight.device)[(BIAS - exponent).long()]
     code = _round_to_code(blocks.abs() * inverse) + 8 * blocks.signbit().to(torch.uint8)
     code = code.flatten(1)
-    return code[:, 0::2] | code[:, 1::2] << 4, (exponent + BIAS).squeeze(-1).to(torch.uint8)
+    packed = code[:, 0::2] | code[:, 1::2] << 4
+    return packed, (exponent + BIAS).squeeze(-1).to(torch.uint8)
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [..., out, in] -> packed uint8 [..., out, in/2], scale uint8 [..., out, in/32].
+    """The nearest MXFP4 to a weight [..., out, in].
 
-    Scale 2^(floor(log2(largest of the block)) - 2); elements to nearest, ties to even, beyond 6 to 6 (OCP MX v1.0).
-    What MXFP4 can hold comes back exactly, -0 included: decode(*encode(w)) == w. The scale byte may differ from the one
-    that w was decoded from, where a block did not use its largest elements.
-    InputError for in not a multiple of 32, for values that are not finite or beyond the format, and for integers.
+    -> packed uint8 [..., out, in/2], scale uint8 [..., out, in/32].
+    Scale 2^(floor(log2(largest of the block)) - 2); elements to nearest, ties to even,
+    beyond 6 to 6 (OCP Microscaling Formats v1.0). What MXFP4 can hold comes back exactly,
+    -0 included: decode(*encode(w)) == w. The scale byte may differ from the one that w was
+    decoded from, where a block did not use its largest elements.
+
+    InputError for in not a multiple of 32, for values that are not finite or beyond the
+    format, and for integers.
     """
     if weight.ndim < 1 or weight.shape[-1] % BLOCK or not weight.is_floating_point():
-        raise InputError(f"weight is {weight.dtype} {tuple(weight.shape)}; need floats, {BLOCK} n columns")
+        got = f"weight is {weight.dtype} {tuple(weight.shape)}"
+        raise InputError(f"{got}; need floats, {BLOCK} n columns")
     if not bool(weight.isfinite().all()):
-        raise InputError("weight holds NaN or infinity")
+        raise InputError("weight holds NaN or infinity; need finite values")
     lead, columns = weight.shape[:-1], weight.shape[-1]
     packed = torch.empty(*lead, columns // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(*lead, columns // BLOCK, dtype=torch.uint8, device=weight.device)

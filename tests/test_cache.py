@@ -160,6 +160,10 @@ def test_first_use_growth_and_divergence(model):
     assert_close(first, model(prefix).detach(), atol=1e-10, rtol=0)
 
 
+def test_an_empty_cache_is_not_nothing(model):
+    assert model.new_cache(1) and len(model.new_cache(1)) == 0
+
+
 def test_no_gradient_is_kept(model):
     assert not model(tokens(1, 3), cache=model.new_cache(1)).requires_grad
     assert model(tokens(1, 3)).requires_grad

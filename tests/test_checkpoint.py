@@ -145,6 +145,9 @@ def test_padded_a_log(folder):
     name = "model.layers.0.self_attn.A_log"
     edit(folder, lambda t: t.update({name: torch.nn.functional.pad(t[name], (0, 12))}))
     same(before, k3.load_checkpoint(folder))
+    edit(folder, lambda t: t.update({name: t[name][:4].view(1, 1, 4, 1).clone()}))
+    same(before, k3.load_checkpoint(folder))
+    edit(folder, lambda t: t.update({name: torch.nn.functional.pad(t[name].flatten(), (0, 12))}))
     edit(folder, lambda t: t[name].__setitem__(9, 0.5))
     refused(folder, f"{name} has 16 entries for 4 heads, and those after 4 are not zero")
 

@@ -66,6 +66,12 @@ def test_lower_bound_survives_a_save():
     assert c.linear_attn_config.gate_lower_bound == -5.0 and c == k3.K3Config.toy()
 
 
+def test_null_counts_are_zero():
+    data = k3.K3Config.toy().to_dict() | dict(num_experts=None, num_shared_experts=None, moe_intermediate_size=None, num_experts_per_token=None)
+    c = k3.K3Config.from_dict(data)
+    assert c.num_experts == 0 and not any(c.is_moe(i) for i in range(9))
+
+
 def test_frozen():
     with pytest.raises(AttributeError):
         k3.K3Config.toy().hidden_size = 3

@@ -1,18 +1,20 @@
 """Load balancing without a loss term: a bias per expert, set between training steps.
 
-The router picks the top k of `scores + bias` and mixes with the scores alone: the bias moves tokens, never weights.
+The router picks the top k of s + b and mixes with s: the bias moves tokens, not weights.
 
-    sign      b_j <- b_j + u sign(mean load - load_j)                        (Wang et al., arXiv 2408.15664)
-    quantile  b_j <- quantile_{k/E} over tokens of (alpha_i - s_ij), then b <- b - mean(b)
-              alpha_i = (k+1)-th largest of s_i + b                          (Kimi K3 report, eq. 14, appendix D)
+    sign      b_j <- b_j + u sign(mean load - load_j)    (Wang et al., arXiv 2408.15664)
+    quantile  b_j <- quantile_{k/E} over tokens of r_ij, then b <- b - mean(b)
+              r_ij = alpha_i - s_ij                      (Kimi K3 report, eq. 14)
+              alpha_i = (k+1)-th largest of s_i + b
 
-Why a quantile: token i takes expert j when s_ij + b_j > alpha_i, that is when b_j exceeds the margin alpha_i - s_ij.
-With the thresholds alpha held still, the bias that lets in a share k/E of the tokens is the k/E quantile of the
-margins. Where j is the (k+1)-th itself its margin is its old bias, so an expert short of the target load by no more
-than the tokens it was next in line for keeps its bias: a dead zone, and how a fixed batch can stall before it is level.
-The report and the released code write s + b; the blog posts on the derivation write s - beta, with beta = -b.
+Token i takes expert j when s_ij + b_j > alpha_i, that is when b_j is above the margin r_ij.
+With the thresholds alpha held still, the bias that lets in a share k/E of the tokens is the
+k/E quantile of the margins. But where j is the (k+1)-th itself, r_ij is its old bias: it
+keeps that bias while all it lacks is tokens for which it was next in line. In this dead
+zone a fixed batch can stall before it is level. The mean is taken off because a constant
+changes no choice but would drift. (Blog posts on it write s - beta, with beta = -b.)
 
-Shapes: N tokens, E experts, k = top_k. scores s [N, E], bias b [E], margins r [N, E], load [E].
+Shapes: N tokens, E experts, k = top_k; scores s [N, E], bias b [E], margins r [N, E].
 """
 
 import math
@@ -28,7 +30,7 @@ CHUNK = 1 << 22  # margins binned at once: bounds the memory of the int64 bin nu
 
 
 def expert_load(idx: Tensor, num_experts: int) -> Tensor:
-    """Tokens per expert: idx [N, k] -> int64 [E]. InputError for an index outside 0..E-1."""
+    """Tokens per expert: idx [N, k] -> int64 [E]. InputError for one outside 0..E-1."""
     flat = idx.flatten()
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
         raise InputError(f"expert index outside 0..{num_experts - 1}")
@@ -36,175 +38,174 @@ def expert_load(idx: Tensor, num_experts: int) -> Tensor:
 
 
 def max_vio(load: Tensor) -> Tensor:
-    """(max load - mean load) / mean load (arXiv 2408.15664): [E] -> scalar; 0 if even, and if nothing was routed."""
+    """(max - mean) / mean (arXiv 2408.15664): load [E] -> scalar; 0 for no load at all."""
     load = load.float()
     return (load.max() - load.mean()) / load.mean().clamp_min(torch.finfo(load.dtype).tiny)
 
 
 def sign_update(bias: Tensor, load: Tensor, step: float) -> Tensor:
-    """b + u sign(mean - load) (arXiv 2408.15664, algorithm 1): bias [E], load [E] -> [E]."""
-    # E times (mean - load): in whole numbers, an expert exactly at the mean stays where it is.
+    """b + u sign(mean - load) (arXiv 2408.15664, algorithm 1): bias, load [E] -> [E]."""
+    # E times (mean - load), in whole numbers: an expert exactly at the mean stays.
     return bias + step * torch.sign(load.sum() - load.numel() * load).to(bias.dtype)
 
 
-# --- quantile balancing, exact -------------------------------------------------------------------------------------
+# --- quantile balancing, exact --------------------------------------------------------
 
 def kth_smallest(x: Tensor, rank: int) -> Tensor:
-    """The rank-th smallest, counted from 1, along the last axis: [..., n] -> [...]. Looks from the nearer end only."""
+    """The rank-th smallest, counted from 1, along the last axis: [..., n] -> [...]."""
     n = x.shape[-1]
-    if rank <= n // 2:
+    if rank <= n // 2:  # look from the nearer end only
         return x.topk(rank, largest=False, sorted=False).values.amax(-1)
     return x.topk(n - rank + 1, sorted=False).values.amin(-1)
 
 
 def margins(scores: Tensor, bias: Tensor, top_k: int, midpoint: bool = False) -> Tensor:
-    """r_ij = alpha_i - s_ij, the bias at which token i would just take expert j (Kimi K3 report, eq. 14).
+    """r_ij = alpha_i - s_ij, the bias at which token i would just take j (eq. 14).
 
-    Raw scores [N, E], bias [E] -> [N, E]. The old bias enters through alpha_i, the (k+1)-th largest of s_i + b, only.
-    midpoint: alpha halfway between the k-th and the (k+1)-th largest, the ends of the interval of optimal thresholds.
-    For k = E there is no (k+1)-th; alpha is the smallest then, so that the margins stay finite.
-    InputError for shapes that do not fit and for k outside 1..E.
+    Raw scores [N, E], bias [E] -> [N, E]; b enters through alpha only. midpoint: alpha is
+    halfway from the k-th to the (k+1)-th largest, the ends of the optimal thresholds. For
+    k = E it is the smallest. InputError for shapes that do not fit, and k outside 1..E.
     """
-    num_experts = bias.shape[0]
-    if scores.ndim != 2 or scores.shape[1] != num_experts:
-        raise InputError(f"scores {tuple(scores.shape)} do not fit bias {tuple(bias.shape)}; need [N, E] and [E]")
-    if not 1 <= top_k <= num_experts:
-        raise InputError(f"top_k is {top_k}; it must be between 1 and the number of experts ({num_experts})")
+    E = bias.shape[0]
+    if scores.ndim != 2 or scores.shape[1] != E:
+        raise InputError(f"scores {list(scores.shape)} do not fit {E} experts; need [N, E]")
+    if not 1 <= top_k <= E:
+        raise InputError(f"top_k is {top_k}; it must be between 1 and the number of experts ({E})")
     biased = scores + bias
-    below = max(num_experts - top_k, 1)  # the (k+1)-th largest is the (E-k)-th smallest
+    below = max(E - top_k, 1)  # the (k+1)-th largest is the (E-k)-th smallest
     alpha = kth_smallest(biased, below)
-    if midpoint and top_k < num_experts:
+    if midpoint and top_k < E:
         alpha = (alpha + kth_smallest(biased, below + 1)) / 2
     return alpha[:, None] - scores
 
 
 def margin_quantile(r: Tensor, top_k: int, rank: str = "q") -> Tensor:
-    """The k/E quantile of every column: margins [N, E] -> [E]. With q = N k/E, the target load:
+    """The k/E quantile of every column: margins [N, E] -> [E]. With q = N k/E:
 
-    rank "q": the ceil(q)-th smallest, what appendix D of the report reads from its histogram; "q+1": the
-    (floor(q)+1)-th, the minimiser that appendix C takes; "midpoint": halfway between them.
-    InputError for another name or without tokens.
+    rank "q": the ceil(q)-th smallest, as read from a histogram (report, appendix D);
+    "q+1": the (floor(q)+1)-th, the minimiser that appendix C takes; "midpoint": halfway
+    between them. InputError for another name or without tokens.
     """
-    num_tokens, num_experts = r.shape
-    if rank not in ("q", "q+1", "midpoint") or num_tokens == 0:
-        raise InputError(f"rank is {rank!r} and N is {num_tokens}; need 'q', 'q+1' or 'midpoint', and a token")
-    lower = -(-num_tokens * top_k // num_experts)
-    upper = min(num_tokens * top_k // num_experts + 1, num_tokens)
-    columns = r.T.contiguous()  # for small k/E, only a short tail of a column can hold the quantile
+    N, E = r.shape
+    if rank not in ("q", "q+1", "midpoint") or N == 0:
+        raise InputError(f"rank is {rank!r}, N {N}; need 'q', 'q+1' or 'midpoint', and a token")
+    lower = -(-N * top_k // E)  # ceil(q)
+    upper = min(N * top_k // E + 1, N)
+    columns = r.T.contiguous()
     if rank == "midpoint":
         return (kth_smallest(columns, lower) + kth_smallest(columns, upper)) / 2
     return kth_smallest(columns, lower if rank == "q" else upper)
 
 
-def centred(bias: Tensor) -> Tensor:
-    """Minus its mean: a constant on all experts changes no choice, but would drift."""
-    return bias - bias.mean()
-
-
 def quantile_bias(scores: Tensor, bias: Tensor, top_k: int, rank: str = "q") -> Tensor:
-    """One step of exact quantile balancing (Kimi K3 report, eq. 14): raw scores [N, E], bias [E] -> new bias, mean 0.
+    """One step of exact quantile balancing (eq. 14): scores [N, E], bias [E] -> [E].
 
-    rank: see `margin_quantile`; "midpoint" is taken on both axes.
-    k = E chooses every expert whatever the bias, and no tokens say nothing: both return the bias unchanged.
+    rank: see `margin_quantile`; "midpoint" is taken on both axes. The bias stays as it is
+    without tokens, and for k = E, where it decides nothing.
     """
     r = margins(scores, bias, top_k, rank == "midpoint")
     if r.shape[0] == 0 or top_k == bias.shape[0]:
         return bias.clone()
-    return centred(margin_quantile(r, top_k, rank)).to(bias.dtype)
+    b = margin_quantile(r, top_k, rank)
+    return (b - b.mean()).to(bias.dtype)
 
 
 def dual_value(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
-    """What balancing minimises: sum_i (sum of the k largest of s_i + b) - q sum_j b_j, q = N k/E. Scalar.
+    """What balancing minimises: sum_i (sum of the k largest of s_i + b) - q sum_j b_j.
 
-    The dual of balanced assignment with the best alpha put in (Kimi K3 report, eq. 23), so never below the best total.
+    The dual of balanced assignment with the best alpha (report, eq. 23), so never below the
+    best balanced total. scores [N, E], bias [E] -> scalar; q = N k/E.
     """
-    target = scores.shape[0] * top_k / scores.shape[1]
-    return (scores + bias).topk(top_k).values.sum() - target * bias.sum()
+    q = scores.shape[0] * top_k / scores.shape[1]
+    return (scores + bias).topk(top_k).values.sum() - q * bias.sum()
 
 
-# --- quantile balancing, counted -----------------------------------------------------------------------------------
+# --- quantile balancing, counted ------------------------------------------------------
 
 class QuantileHistogram:
-    """The quantile from counts, which micro-batches and ranks can add up (Kimi K3 report, appendix D).
+    """The quantile from counts, which micro-batches and ranks can add up (appendix D).
 
-    The bias [E] fixes the range [min b - span, max b + span]; scores in [0, span] cannot leave it (sigmoid: span 1).
-    `counts` [E, num_bins] int64 is all the state. The result lies within one bin width of the exact quantile.
-    InputError for a bias that is not finite and for no bins.
+    The bias [E] fixes the range [min b - span, max b + span], which margins of scores in
+    [0, span] cannot leave. `counts` [E, num_bins] is all the state. The result is within
+    one bin of the exact one. InputError for a bias not finite, no bins, and no data.
     """
 
     def __init__(self, bias: Tensor, num_bins: int = 1000, span: float = 1.0):
         self.bias, self.num_bins = bias.detach().clone(), num_bins
         self.low, high = float(bias.min()) - span, float(bias.max()) + span
         if num_bins < 1 or not 0 < high - self.low < math.inf:
-            raise InputError(f"{num_bins} bins on [{self.low}, {high}]; need a bin and a finite range")
+            raise InputError(f"{num_bins} bins on {self.low}..{high}; need a bin, a finite range")
         self.width = (high - self.low) / num_bins
-        self.counts = torch.zeros(bias.shape[0], num_bins, dtype=torch.int64, device=bias.device)
+        self.counts = self.bias.new_zeros(len(bias), num_bins, dtype=torch.int64)
 
     def position(self, value: Tensor) -> Tensor:
-        """Where a value lies, in bins: bin n is [n, n+1). The writer uses this line, the reader its inverse below."""
+        """Where a value lies, in bins from `low`. Any shape; `value` is the inverse."""
         return (value - self.low) / self.width
 
     def value(self, position: Tensor) -> Tensor:
         return position * self.width + self.low
 
     def add(self, r: Tensor) -> None:
-        """Count margins [N, E]. InputError for NaN and for values outside the range; nothing is counted then."""
-        num_experts = self.counts.shape[0]
-        if r.ndim != 2 or r.shape[1] != num_experts:
-            raise InputError(f"margins {tuple(r.shape)} do not fit {num_experts} experts")
+        """Count margins [N, E]. InputError, before any is counted, for a wrong one."""
+        E, bins = self.counts.shape
+        if r.ndim != 2 or r.shape[1] != E:
+            raise InputError(f"margins {tuple(r.shape)} do not fit {E} experts")
         if not len(r):
             return
         first, last = (float(self.position(end)) for end in r.aminmax())
-        if not (first >= -1 and last <= self.num_bins + 1):  # a bin of slack for rounding; NaN fails too
-            raise InputError(f"margins outside {self.low:.4g}..{self.value(self.num_bins):.4g}, or NaN")
-        for rows in r.split(max(1, CHUNK // num_experts)):
-            bins = self.position(rows).clamp_(0, self.num_bins - 1).long()
-            bins += torch.arange(num_experts, device=r.device) * self.num_bins
-            self.counts += torch.bincount(bins.flatten(), minlength=self.counts.numel()).view_as(self.counts)
+        if not (first >= -1 and last <= bins + 1):  # a bin of slack; NaN fails too
+            raise InputError(f"margins outside {self.low:.4g}..{self.value(bins):.4g}, or NaN")
+        for part in r.split(max(1, CHUNK // E)):
+            bin = self.position(part).clamp_(0, bins - 1).long()
+            bin += torch.arange(E, device=r.device) * bins
+            self.counts += torch.bincount(bin.flatten(), minlength=E * bins).view(E, bins)
 
     def merge(self, other: "QuantileHistogram") -> None:
         """Add another's counts. InputError unless the bins are the same."""
-        if (self.low, self.width, self.counts.shape) != (other.low, other.width, other.counts.shape):
+        mine = (self.low, self.width, self.counts.shape)
+        if mine != (other.low, other.width, other.counts.shape):
             raise InputError("histograms with different bins cannot be added")
         self.counts += other.counts.to(self.counts.device)
 
     def quantile(self, top_k: int) -> Tensor:
-        """First bin whose cumulative count reaches ceil(q), linear inside: float64 [E]. InputError without data."""
-        cumulative, num_experts = self.counts.cumsum(1), self.counts.shape[0]
+        """First bin whose cumulative count reaches ceil(q), linear inside: float64 [E]."""
+        cumulative, E = self.counts.cumsum(1), self.counts.shape[0]
         total = cumulative[:, -1:]
         if not bool((total > 0).all()):
             raise InputError("no margins were added")
-        bins = (cumulative < -(-total * top_k // num_experts)).sum(1, keepdim=True)
+        bins = (cumulative < -(-total * top_k // E)).sum(1, keepdim=True)
         inside = self.counts.gather(1, bins)  # not 0: the cumulative count rises here
         before = cumulative.gather(1, bins) - inside
-        return self.value(bins + (total.double() * top_k / num_experts - before) / inside).squeeze(1)
+        return self.value(bins + (total.double() * top_k / E - before) / inside).squeeze(1)
 
     def new_bias(self, top_k: int) -> Tensor:
-        """The mean-centred bias [E]; unchanged for k = E and without data, as in `quantile_bias`."""
+        """The mean-centred bias [E]; as it was for k = E and without data."""
         if top_k == self.counts.shape[0] or not bool(self.counts.any()):
             return self.bias.clone()
-        return centred(self.quantile(top_k)).to(self.bias.dtype)
+        b = self.quantile(top_k)
+        return (b - b.mean()).to(self.bias.dtype)
 
 
-# --- in a model ----------------------------------------------------------------------------------------------------
+# --- in a model -----------------------------------------------------------------------
 
 def is_router(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "e_score_correction_bias", None), nn.Parameter) and hasattr(module, "top_k")
+    bias = getattr(module, "e_score_correction_bias", None)
+    return isinstance(bias, nn.Parameter) and hasattr(module, "top_k")
 
 
 def recomputing() -> bool:
-    """Inside a backward pass, where a forward repeats one already counted (activation checkpointing, both kinds)."""
-    # The number of the running backward pass, -1 outside one. No public name, but PyTorch's FSDP2 asks the same way.
-    return torch._C._current_graph_task_id() != -1
+    """In a backward pass, where activation checkpointing repeats a counted forward."""
+    return torch._C._current_graph_task_id() != -1  # no public name; FSDP2 asks so too
 
 
 class Tally:
-    """What one router has shown since the last step: load, and counted margins or scores if the method needs them."""
+    """What one router has shown since the last step: load, and margins or scores."""
 
     def __init__(self, bias: Tensor, method: str, num_bins: int):
-        self.load = torch.zeros(bias.shape, dtype=torch.int64, device=bias.device)
-        self.histogram = QuantileHistogram(bias, num_bins) if method == "quantile" else None
-        self.scores = bias.new_empty(0, bias.shape[0]) if method == "quantile_exact" else None
+        count, keep = method == "quantile", method == "quantile_exact"
+        self.load = torch.zeros_like(bias, dtype=torch.int64)
+        self.histogram = QuantileHistogram(bias, num_bins) if count else None
+        self.scores = bias.new_empty(0, len(bias)) if keep else None
 
     def add(self, router: nn.Module, idx: Tensor, scores: Tensor) -> None:
         if scores.numel() and not all(math.isfinite(end) for end in scores.aminmax()):
@@ -218,9 +219,10 @@ class Tally:
 
     def all_reduce(self, group) -> None:
         if self.scores is not None:
-            raise InputError("quantile_exact keeps scores, which cannot be added over ranks; use 'quantile'")
-        for counts in [self.load] if self.histogram is None else [self.load, self.histogram.counts]:
-            dist.all_reduce(counts, group=group)
+            raise InputError("quantile_exact cannot add scores over ranks; use 'quantile'")
+        dist.all_reduce(self.load, group=group)
+        if self.histogram is not None:
+            dist.all_reduce(self.histogram.counts, group=group)
 
 
 class Balancer:
@@ -229,28 +231,27 @@ class Balancer:
         balancer = Balancer(model)
         loss.backward(); optimiser.step(); balancer.step()
 
-    method: "quantile" (histogram), "quantile_exact" (keeps all scores; one process), "sign" (by `step`), or "none"
-    (only measures). After a step there is no state beside the biases, which the model saves.
-    all_reduce: sum counts over `group` where torch.distributed is initialised. All its ranks call step(). It must be
-    the ranks that saw different tokens: copies of the same tokens (tensor parallel) would be counted twice.
-
-    Every forward in training mode counts, with or without gradient; not the recomputation of activation checkpointing.
-    Padding counts, since routers run on it. A router in evaluation mode is neither counted nor changed.
-    After step(), for the layers with data: `load[name]` int64 [E], `max_vio[name]` float.
-    InputError, naming the layer: scores that are not finite (or, with "quantile", not in [0, 1]); a bias below float32.
+    method: "quantile" (histogram), "quantile_exact" (keeps all scores; one process),
+    "sign" (by `step`), or "none" (only measures). all_reduce: sum counts over the ranks
+    of `group`; all must call step(), and have seen different tokens (no tensor-parallel
+    copies). Every forward in training mode counts, except where activation checkpointing
+    repeats it; evaluation neither counts nor changes. K3Model shows routers no padding.
+    After step(): `load[name]` int64 [E] and `max_vio[name]` of the layers with data.
+    InputError, naming the layer, for scores that are not finite (with "quantile": not in
+    [0, 1]) and for a bias below float32.
     """
 
-    def __init__(self, model: nn.Module, method: str = "quantile", step: float = 1e-3, num_bins: int = 1000,
-                 all_reduce: bool = True, group=None):
+    def __init__(self, model: nn.Module, method: str = "quantile", step: float = 1e-3,
+                 num_bins: int = 1000, all_reduce: bool = True, group=None):
         if method not in ("quantile", "quantile_exact", "sign", "none"):
-            raise InputError(f"method is {method!r}; it must be 'quantile', 'quantile_exact', 'sign' or 'none'")
+            allowed = "'quantile', 'quantile_exact', 'sign' or 'none'"
+            raise InputError(f"method is {method!r}; it must be {allowed}")
         self.method, self.step_size, self.num_bins = method, step, num_bins
         self.all_reduce, self.group = all_reduce, group
-        self.routers = {name: module for name, module in model.named_modules() if is_router(module)}
-        self.tallies: dict[str, Tally] = {}
-        self.load: dict[str, Tensor] = {}
-        self.max_vio: dict[str, float] = {}
-        self.hooks = [r.register_forward_hook(partial(self._observe, name)) for name, r in self.routers.items()]
+        self.routers = {name: m for name, m in model.named_modules() if is_router(m)}
+        self.tallies, self.load, self.max_vio = {}, {}, {}  # by the name of the router
+        self.hooks = [router.register_forward_hook(partial(self._observe, name))
+                      for name, router in self.routers.items()]
 
     def remove(self) -> None:
         """Stop watching; the biases stay as they are."""
@@ -258,8 +259,9 @@ class Balancer:
             hook.remove()
 
     def _tally(self, name: str) -> Tally:
-        if name not in self.tallies:  # not before the first forward: the histogram's range follows the bias
-            self.tallies[name] = Tally(self.routers[name].e_score_correction_bias.detach(), self.method, self.num_bins)
+        if name not in self.tallies:  # made late: a histogram's range follows the bias
+            bias = self.routers[name].e_score_correction_bias.detach()
+            self.tallies[name] = Tally(bias, self.method, self.num_bins)
         return self.tallies[name]
 
     @torch.compiler.disable
@@ -274,22 +276,20 @@ class Balancer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Set the biases from what was counted since the last step, and count afresh."""
+        """Set the biases from what was counted since the last step; count afresh."""
         self.load, self.max_vio = {}, {}
         for name, router in self.routers.items():
-            if router.training:
-                self._update(name, router)
-
-    def _update(self, name: str, router: nn.Module) -> None:
-        bias, tally = router.e_score_correction_bias, self._tally(name)
-        if bias.dtype not in (torch.float32, torch.float64):
-            raise InputError(f"{name}: the bias is {bias.dtype}; it must stay float32")
-        if self.all_reduce and dist.is_available() and dist.is_initialized():
-            tally.all_reduce(self.group)
-        del self.tallies[name]
-        if bool(tally.load.any()):
-            self.load[name], self.max_vio[name] = tally.load, float(max_vio(tally.load))
-            bias.copy_(self._new_bias(bias, tally, router.top_k))
+            if not router.training:
+                continue
+            bias, tally = router.e_score_correction_bias, self._tally(name)
+            if bias.dtype not in (torch.float32, torch.float64):
+                raise InputError(f"{name}: the bias is {bias.dtype}; it must stay float32")
+            if self.all_reduce and dist.is_available() and dist.is_initialized():
+                tally.all_reduce(self.group)
+            del self.tallies[name]
+            if bool(tally.load.any()):
+                self.load[name], self.max_vio[name] = tally.load, float(max_vio(tally.load))
+                bias.copy_(self._new_bias(bias, tally, router.top_k))
 
     def _new_bias(self, bias: Tensor, tally: Tally, top_k: int) -> Tensor:
         if self.method == "quantile":

@@ -1,12 +1,16 @@
 """The gated delta rule of KDA: one recurrence, computed token by token or in chunks.
 
-    S <- Diag(e^g) S                 forget: each key channel decays by its own factor     (Kimi K3 report, eq. 1 and 2;
-    S <- S + beta k (v - S^T k)^T    correct what S holds under the key k                    Kimi Linear, arXiv 2510.26692)
+    S <- Diag(e^g) S                 forget: each key channel decays by its own factor
+    S <- S + beta k (v - S^T k)^T    correct what S holds under the key k
     o  = S^T q                       read
+                                     (Kimi K3 report, eq. 1 and 2; arXiv 2510.26692)
 
-Both functions take   q, k [B,T,H,K]  already normalised, q already scaled     v [B,T,H,V]     beta [B,T,H] in (0, 1)
-                      g [B,T,H,K] <= 0, the log decay                         initial_state [B,H,K,V] or None (zeros)
-and return o [B,T,H,V] and the final state [B,H,K,V], in float32 (or float64).
+Per head, S [K,V] is a memory of fixed size: S^T k is what it holds under the key k.
+
+Shapes: q, k [B,T,H,K], already normalised, q already scaled; v [B,T,H,V];
+g [B,T,H,K] <= 0, the log decay; beta [B,T,H] in (0, 1), the strength of the correction;
+initial_state [B,H,K,V], or None for zeros.
+Both functions return o [B,T,H,V] and the last S [B,H,K,V], in float32 (or float64).
 """
 
 import torch
@@ -15,15 +19,21 @@ from torch import Tensor
 from k3_teach.errors import InputError
 from k3_teach.parts.precision import upcast
 
-CHUNK = 32      # tokens that are handled by matrix products instead of one after another
-SEGMENT = 512   # tokens whose temporaries are held at once
+CHUNK = 32      # tokens that are handled by matrix products, not one after another
+SEGMENT = 512   # tokens (of all rows together) whose temporaries are held at once
 
 
-def recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The equation, one token at a time. Shapes: see the top of this file."""
+def recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+                  initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The equation (arXiv 2510.26692), one token at a time.
+
+    q, k [B,T,H,K], v [B,T,H,V], g [B,T,H,K], beta [B,T,H], initial_state [B,H,K,V]
+    -> o [B,T,H,V], S [B,H,K,V]. InputError for shapes that do not fit.
+    """
     q, k, v, g, beta, S = _prepare(q, k, v, g, beta, initial_state)
+    tokens = zip(*(x.unbind(1) for x in (q, k, v, g.exp(), beta)))
     out = []
-    for q_t, k_t, v_t, decay_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, g.exp(), beta))):
+    for q_t, k_t, v_t, decay_t, beta_t in tokens:
         S = S * decay_t[..., None]
         u = beta_t[..., None] * (v_t - torch.einsum("bhkv,bhk->bhv", S, k_t))
         S = S + k_t[..., None] * u[..., None, :]
@@ -31,12 +41,15 @@ def recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, init
     return torch.stack(out, 1), S
 
 
-def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
-              chunk_size: int = CHUNK, gate_lower_bound: float | None = None) -> tuple[Tensor, Tensor]:
-    """The same function in chunks: matrix products within a chunk, one step of the recurrence from chunk to chunk.
+def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+              initial_state: Tensor | None = None, chunk_size: int = CHUNK,
+              gate_lower_bound: float | None = None) -> tuple[Tensor, Tensor]:
+    """`recurrent_kda` in chunks (arXiv 2510.26692): matrix products within a chunk, one
+    step of the recurrence from chunk to chunk. Shapes and errors as there.
 
-    Any T and any g <= 0. `gate_lower_bound` is a promise that g >= it, which allows larger tiles (see `decayed_scores`).
-    `chunk_size` is a power of two. What happens at a token depends on earlier tokens only, to the last bit.
+    Any T and any g <= 0. `gate_lower_bound` is a promise that no g is below it, which
+    allows larger tiles (see `decayed_scores`). `chunk_size` is a power of two. What
+    comes out at a token depends on it and earlier ones only, to the last bit.
     """
     q, k, v, g, beta, S = _prepare(q, k, v, g, beta, initial_state)
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
@@ -53,22 +66,26 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_
 
 
 def _segment(q, k, v, g, beta, S, C: int, leaf: int):
-    """One segment. Within a chunk, with decays counted from its start, and u_i the correction that token i writes:
+    """One segment, as N chunks of C tokens. In a chunk, G_i is the sum of g up to and
+    including token i, S the state before the chunk, u_i what token i writes under k_i:
 
-        u_i + beta_i sum_{j<i} (k_i e^{G_i - G_j} . k_j) u_j = beta_i (v_i - S^T (k_i e^{G_i}))     a triangular system
+        u_i + beta_i sum_{j<i} (k_i e^{G_i - G_j} . k_j) u_j
+            = beta_i (v_i - S^T (k_i e^{G_i}))                       a triangular system
         o_i = S^T (q_i e^{G_i}) + sum_{j<=i} (q_i e^{G_i - G_j} . k_j) u_j
         S'  = Diag(e^{G_C}) S + sum_j (k_j e^{G_C - G_j}) u_j^T
     """
     (B, T, H, K), V = q.shape, v.shape[-1]
-    q, k, v, g, beta = (_to_chunks(x, C) for x in (q, k, v, g, beta[..., None]))      # [N, B*H, C, .]
-    scores = decayed_scores(torch.stack((q, k), -3), k, g, leaf)                      # [N, B*H, 2, C, C]
-    attend, overlap = scores.unbind(-3)
-    solve = _unit_lower_inverse(beta * overlap.tril(-1)) * beta.mT                    # (I + A)^-1 Diag(beta)
-    since_start, to_end = (_sums(C, inclusive, q) @ g for inclusive in (True, False))
-    since_start, to_end = since_start.exp(), to_end.exp()
-    wanted, known = solve @ v, solve @ (k * since_start)                              # u = wanted - known S
-    keys = (k * to_end).mT                                                            # [N, B*H, K, C]
-    carry = since_start[..., -1, :, None]                                             # e^{G_C}, [N, B*H, K, 1]
+    q, k, v, g, beta = (_to_chunks(x, C) for x in (q, k, v, g, beta[..., None]))
+    scores = decayed_scores(torch.stack((q, k), -3), k, g, leaf)    # [N, B*H, 2, C, C]
+    attend, overlap = scores.unbind(-3)                             # [N, B*H, C, C]
+    A = beta * overlap.tril(-1)
+    solve = _unit_lower_inverse(A) * beta.mT        # (I + A)^-1 Diag(beta)
+    since_start = (_sums(C, True, q) @ g).exp()     # e^{G_i}
+    to_end = (_sums(C, False, q) @ g).exp()         # e^{G_C - G_i}
+    wanted = solve @ v                              # u = wanted - known S
+    known = solve @ (k * since_start)
+    keys = (k * to_end).mT                                          # [N, B*H, K, C]
+    carry = since_start[..., -1, :, None]                           # [N, B*H, K, 1]
 
     S, states, corrections = S.flatten(0, 1), [], []
     for wanted_n, known_n, keys_n, carry_n in zip(wanted, known, keys, carry):
@@ -76,42 +93,55 @@ def _segment(q, k, v, g, beta, S, C: int, leaf: int):
         states.append(S)
         corrections.append(u)
         S = torch.baddbmm(S * carry_n, keys_n, u)
-    o = (q * since_start) @ torch.stack(states) + attend @ torch.stack(corrections)   # [N, B*H, C, V]
+    o = (q * since_start) @ torch.stack(states) + attend @ torch.stack(corrections)
     o = o.view(-1, B, H, C, V).permute(1, 0, 3, 2, 4).reshape(B, -1, H, V)[:, :T]
     return o, S.view(B, H, K, V)
 
 
 def decayed_scores(rows: Tensor, k: Tensor, g: Tensor, leaf: int) -> Tensor:
-    """sum_c rows[i,c] k[j,c] e^{G[i,c] - G[j,c]} for j <= i, and 0 above the diagonal, G being the running sum of g.
+    """sum_c rows[i,c] k[j,c] e^{G[i,c] - G[j,c]} for j <= i, and 0 above the diagonal.
 
-    rows [..., R, C, K], k and g [..., C, K] -> [..., R, C, C].
+    rows [..., R, C, K] (R matrices of rows: q and k), k and g [..., C, K]
+    -> [..., R, C, C]. G is the running sum of g over the C tokens. These are the scores
+    within a chunk (arXiv 2510.26692).
 
-    e^{G_i} e^{-G_j} as one matrix product would overflow: at g = -5, e^{-G_j} passes the largest float32 after 17 tokens.
-    So the triangle is put together from squares. A square has its rows in the later half of a tile and its columns in
-    the earlier one; both decays are counted to the border between them, both are at most 1, and nothing can overflow.
-    Only the tiles of `leaf` tokens on the diagonal use e^{G_i} e^{-G_j}, counted from their first token.
+    e^{G_i} e^{-G_j} as one matrix product would overflow: at g = -5, e^{-G_j} is beyond
+    float32 at the 18th token. So the triangle is put together from squares. A square
+    has its rows in the later half of a tile and its columns in the earlier half; both
+    decays are counted to the border between them, both are at most 1, and nothing can
+    overflow. Only the tiles of `leaf` tokens on the diagonal use e^{G_i} e^{-G_j},
+    counted from their first token.
     """
     C = k.shape[-2]
     tile = lambda x, *sizes: x.unflatten(-2, (-1, *sizes))
     from_first = _sums(leaf, True, k)
     from_first[:, 0] = 0
-    G = from_first @ tile(g, leaf)
-    s = (tile(rows, leaf) * G.exp().unsqueeze(-4)) @ (tile(k, leaf) * (-G).exp()).unsqueeze(-4).mT
-    s = s.tril()                                                                      # [..., R, C/leaf, leaf, leaf]
+    G = from_first @ tile(g, leaf)                          # [..., C/leaf, leaf, K]
+    late = tile(rows, leaf) * G.exp().unsqueeze(-4)
+    early = tile(k, leaf) * (-G).exp()
+    s = late @ early.unsqueeze(-4).mT
+    s = s.tril()                                         # [..., R, C/leaf, leaf, leaf]
     size = leaf
     while size < C:
-        g_early, g_late = tile(g, 2, size).unbind(-3)                                 # [..., C/(2 size), size, K]
-        columns = tile(k, 2, size)[..., 0, :, :] * (_sums(size, False, k) @ g_early).exp()
-        late = tile(rows, 2, size)[..., 1, :, :] * (_sums(size, True, k) @ g_late).exp().unsqueeze(-4)
-        square = late @ columns.unsqueeze(-4).mT
-        early_tri, late_tri = s.unflatten(-3, (-1, 2)).unbind(-3)
-        s = torch.cat((torch.cat((early_tri, torch.zeros_like(square)), -1), torch.cat((square, late_tri), -1)), -2)
+        g_early, g_late = tile(g, 2, size).unbind(-3)       # [..., C/(2 size), size, K]
+        to_border = (_sums(size, False, k) @ g_early).exp()
+        early = tile(k, 2, size)[..., 0, :, :] * to_border
+        from_border = (_sums(size, True, k) @ g_late).exp()
+        late = tile(rows, 2, size)[..., 1, :, :] * from_border.unsqueeze(-4)
+        square = late @ early.unsqueeze(-4).mT              # [..., size, size]
+        first, second = s.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat((first, torch.zeros_like(square)), -1)
+        s = torch.cat((upper, torch.cat((square, second), -1)), -2)
         size *= 2
     return s.squeeze(-3)
 
 
-def leaf_size(gate_lower_bound: float | None, dtype: torch.dtype, chunk_size: int) -> int:
-    """The most tokens whose total decay e^{-sum g} stays far inside the range of `dtype`: 16 for K3 in float32."""
+def leaf_size(gate_lower_bound: float | None, dtype: torch.dtype,
+              chunk_size: int) -> int:
+    """The most tokens, up to `chunk_size`, over which e^{-sum of g} cannot overflow.
+
+    16 for K3 in float32, whose range ends at e^88; 1 if g has no bound.
+    """
     if gate_lower_bound is None:
         return 1
     room = 80.0 if dtype == torch.float32 else 640.0
@@ -122,8 +152,9 @@ def leaf_size(gate_lower_bound: float | None, dtype: torch.dtype, chunk_size: in
 
 
 def _sums(size: int, from_start: bool, like: Tensor) -> Tensor:
-    """A matrix M so that M @ g sums g up to and including each row, or over the rows after it. Sums of terms of one sign
-    are accurate to the last bits; differences of running sums would lose a slow decay behind a fast one."""
+    """M [size, size], so that M @ g sums g up to and including each row, or over the
+    rows after it. Sums of terms of one sign are accurate to the last bits; differences
+    of running sums would lose a slow decay behind a fast one."""
     ones = torch.ones(size, size, dtype=like.dtype, device=like.device)
     return ones.tril() if from_start else ones.triu(1)
 
@@ -131,14 +162,16 @@ def _sums(size: int, from_start: bool, like: Tensor) -> Tensor:
 def _unit_lower_inverse(A: Tensor) -> Tensor:
     """(I + A)^-1 for strictly lower A [..., C, C], by substitution.
 
-    The series I - A + A^2 - ... is exact too, and useless: with similar keys its terms grow to 1e16 before they cancel.
+    The series I - A + A^2 - ... ends after C terms and is exact on paper, but useless:
+    with similar keys its terms grow to 1e16 before they cancel.
     """
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
     return torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
 
 
 def _to_chunks(x: Tensor, C: int) -> Tensor:
-    """[B,T,H,D] -> [N, B*H, C, D], padded with zeros: a token with k = beta = g = 0 leaves the state as it is."""
+    """[B,T,H,D] -> [N, B*H, C, D], N chunks of C tokens, the last filled up with zeros:
+    a token with k = beta = g = 0 leaves the state as it is."""
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C))
     return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
@@ -146,15 +179,19 @@ def _to_chunks(x: Tensor, C: int) -> Tensor:
 def _prepare(q, k, v, g, beta, initial_state):
     """Check the shapes and bring everything to float32 (or float64)."""
     if q.ndim != 4 or q.shape[1] == 0:
-        raise InputError(f"q has the shape {list(q.shape)}; it must be [B, T, H, K] with at least one token")
+        allowed = "[B, T, H, K] with at least one token"
+        raise InputError(f"q has the shape {list(q.shape)}; it must be {allowed}")
     B, T, H, K = q.shape
     V = v.shape[-1]
-    expected = {"k": (k, (B, T, H, K)), "g": (g, (B, T, H, K)), "v": (v, (B, T, H, V)), "beta": (beta, (B, T, H))}
+    expected = {"k": (k, (B, T, H, K)), "g": (g, (B, T, H, K)),
+                "v": (v, (B, T, H, V)), "beta": (beta, (B, T, H))}
     if initial_state is not None:
         expected["initial_state"] = (initial_state, (B, H, K, V))
     for name, (x, shape) in expected.items():
         if x.shape != shape:
-            raise InputError(f"{name} has the shape {list(x.shape)}; with q {[B, T, H, K]} it must be {list(shape)}")
+            raise InputError(f"{name} has the shape {list(x.shape)}; "
+                             f"with q {[B, T, H, K]} it must be {list(shape)}")
     q, k, v, g, beta = (upcast(x) for x in (q, k, v, g, beta))
-    state = q.new_zeros(B, H, K, V) if initial_state is None else initial_state.to(q.dtype)
-    return q, k, v, g, beta, state
+    if initial_state is None:
+        return q, k, v, g, beta, q.new_zeros(B, H, K, V)
+    return q, k, v, g, beta, initial_state.to(q.dtype)

@@ -1,6 +1,9 @@
-"""RMSNorm: divide a vector by its root mean square, so that only its direction is left, then scale each channel.
+"""RMSNorm: divide a vector by its root mean square, then scale each channel.
 
-    y = w * x / sqrt(mean(x^2) + eps)                                     (Zhang and Sennrich 2019, arXiv 1910.07467)
+    y = w * x / sqrt(mean(x^2) + eps)        (Zhang and Sennrich 2019, arXiv 1910.07467)
+
+The mean runs over the channels of one token. What is left of x is its direction; the
+learned weight w [d] gives each channel its scale. The small eps is for x = 0.
 """
 
 import torch
@@ -10,16 +13,21 @@ from k3_teach.parts.precision import upcast
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps)` over the last axis, in float32 (or float64). x [..., d] -> [..., d]."""
+    """`x / sqrt(mean(x^2) + eps)` over the last axis: RMSNorm without its weight
+    (arXiv 1910.07467).
+
+    x [..., d] -> [..., d] in float32 (or float64).
+    """
     x = upcast(x)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in the released order: normalise in float32, cast back, then multiply by the weight.
+    """RMSNorm in the released order: normalise in float32, cast back, then weight.
 
-    The order shows only in bfloat16: the normalised vector is rounded before the weight is applied.
-    x [..., d], weight [d] -> [..., d] in the dtype of x.
+    The order shows only in bfloat16: the normalised vector is rounded before it is
+    multiplied by the weight. x [..., d], weight [d] -> [..., d] in the dtype of x
+    (arXiv 1910.07467).
     """
     return weight * rms_normalize(x, eps).to(x.dtype)
 

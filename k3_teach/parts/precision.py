@@ -1,7 +1,8 @@
 """Which arithmetic is done in float32 although the model is bfloat16.
 
-The released code up-casts in a dozen places (norms, router, activation, depth reads, the recurrence) and stores a few
-small tensors in float32. Float64 stays float64 throughout: that is how the tests compare with the released model.
+The released code up-casts in a dozen places (norms, router, activation, depth reads,
+the recurrence) and stores a few small tensors in float32. Float64 stays float64
+throughout: that is how the tests compare with the released model.
 """
 
 import torch
@@ -9,20 +10,21 @@ from torch import Tensor, nn
 
 
 def upcast(x: Tensor) -> Tensor:
-    """`x` in float32, or unchanged if it is float64."""
+    """`x` in float32, or unchanged if it is float64. Any shape."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 class KeepFloat32:
-    """Mixin for a module whose parameters named in `float32_names` are never stored in less than float32.
+    """Mixin for a module: parameters named in `float32_names` never go below float32.
 
-    `model.to(torch.bfloat16)` would otherwise round them, and rounding them changes the model: a decay of 0.9999
-    becomes 1, and near-ties of the router flip.
+    `model.to(torch.bfloat16)` would otherwise round them, and that changes the model:
+    near-ties of the router flip, and an error in a decay counts again at every token.
     """
 
     float32_names: tuple[str, ...] = ()
 
     def _apply(self, fn, recurse=True):
+        # Every .to(), .cuda(), .half() of a module ends here; `fn` converts a tensor.
         kept = [getattr(self, n) for n in self.float32_names]
         kept += [p.grad for p in kept if p.grad is not None]
         ids = {id(t) for t in kept}
@@ -37,5 +39,9 @@ class KeepFloat32:
 
 
 def float32_parameter(values: Tensor, **options) -> nn.Parameter:
-    """A parameter stored in float32, or in float64 where that is the default."""
-    return nn.Parameter(values.to(torch.promote_types(torch.get_default_dtype(), torch.float32)), **options)
+    """A parameter in float32, or in float64 where that is the default. Any shape.
+
+    options: those of `nn.Parameter`.
+    """
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return nn.Parameter(values.to(dtype), **options)

@@ -1,12 +1,14 @@
 """Inside an expert: two branches, one of which gates the other.
 
-    GLU         z = sigmoid(a) * b                                               (Dauphin et al. 2017, arXiv 1612.08083)
-    SwiGLU      z = a sigmoid(a) * b                                             (Shazeer 2020, arXiv 2002.05202)
-    SiTU-GLU    z = softcap(a, 4) sigmoid(a) * softcap(b, 25)                    (Kimi K3 report, section 2.3.2)
-                softcap(v, beta) = beta tanh(v / beta)
+    a = W_gate x,   b = W_up x,   y = W_down z       x, y [d];  a, b, z [m]
 
-`a = W_gate x` and `b = W_up x` have the inner width m; `W_down z` returns to the width of x. Near zero SiTU-GLU is SwiGLU;
-far out |z| stays below 4 * 25 = 100. The sigmoid sees the gate before it is capped.
+    GLU       z = sigmoid(a) * b                     (Dauphin et al., arXiv 1612.08083)
+    SwiGLU    z = a sigmoid(a) * b                   (Shazeer, arXiv 2002.05202)
+    SiTU-GLU  z = softcap(a, 4) sigmoid(a) * softcap(b, 25)
+              softcap(v, beta) = beta tanh(v / beta) (Kimi K3 report, section 2.3.2)
+
+Near zero SiTU-GLU is SwiGLU; far out |z| stays below 4 * 25 = 100.
+The sigmoid sees the gate before it is capped.
 """
 
 import torch
@@ -18,37 +20,53 @@ from k3_teach.parts.precision import upcast
 
 
 def softcap(x: Tensor, beta: float | None) -> Tensor:
-    """`beta tanh(x / beta)`: the identity near zero, never beyond +-beta. beta None: no cap. Any shape."""
+    """`beta tanh(x / beta)`: the identity near zero, never beyond +-beta.
+
+    beta None: no cap. Any shape. (Kimi K3 report, section 2.3.2.)
+    """
     return x if beta is None else beta * torch.tanh(x / beta)
 
 
 def glu(gate: Tensor, up: Tensor) -> Tensor:
-    """Gated linear unit. gate, up [..., m] -> [..., m]."""
+    """Gated linear unit (arXiv 1612.08083). gate, up [..., m] -> [..., m]."""
     return torch.sigmoid(gate) * up
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """GLU with the gate itself as a factor, as in Kimi Linear. gate, up [..., m] -> [..., m]."""
+    """GLU with the gate itself as a factor (arXiv 2002.05202), as in Kimi Linear.
+
+    gate, up [..., m] -> [..., m].
+    """
     return F.silu(gate) * up
 
 
-def situ_glu(gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float | None = 25.0) -> Tensor:
-    """SiTU-GLU, in float32 with one cast at the end. gate, up [..., m] -> [..., m].
+def situ_glu(gate: Tensor, up: Tensor, beta: float = 4.0,
+             linear_beta: float | None = 25.0) -> Tensor:
+    """SiTU-GLU (Kimi K3 report, section 2.3.2), in float32 with one cast at the end.
 
-    `beta` caps the linear factor of the gate, `linear_beta` the up branch (None: not capped), so |z| <= beta linear_beta.
+    `beta` caps the linear factor of the gate, `linear_beta` the up branch (None: not),
+    so that |z| <= beta linear_beta. gate, up [..., m] -> [..., m].
     """
     a, b = upcast(gate), upcast(up)
-    return (softcap(a, beta) * torch.sigmoid(a) * softcap(b, linear_beta)).to(gate.dtype)
+    z = softcap(a, beta) * torch.sigmoid(a) * softcap(b, linear_beta)
+    return z.to(gate.dtype)
 
 
 class Activation(nn.Module):
-    """The two-branch activation that a configuration names: "situ" or "silu"."""
+    """The two-branch activation that a configuration names: "situ" or "silu" (SwiGLU).
 
-    def __init__(self, hidden_act: str = "situ", beta: float | None = 4.0, linear_beta: float | None = 25.0):
+    gate, up [..., m] -> [..., m]. beta None means 1, linear_beta None no cap, as in the
+    released configuration class. InputError for another name.
+    """
+
+    def __init__(self, hidden_act: str = "situ", beta: float | None = 4.0,
+                 linear_beta: float | None = 25.0):
         super().__init__()
         if hidden_act not in ("situ", "silu"):
-            raise InputError(f"hidden_act is {hidden_act!r}; it must be 'situ' or 'silu'")
-        self.hidden_act, self.beta, self.linear_beta = hidden_act, beta or 1.0, linear_beta
+            allowed = "'situ' or 'silu'"
+            raise InputError(f"hidden_act is {hidden_act!r}; it must be {allowed}")
+        self.hidden_act, self.beta = hidden_act, beta or 1.0
+        self.linear_beta = linear_beta
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.hidden_act == "silu":
@@ -56,11 +74,16 @@ class Activation(nn.Module):
         return situ_glu(gate, up, self.beta, self.linear_beta)
 
     def extra_repr(self) -> str:
-        return self.hidden_act if self.hidden_act == "silu" else f"situ, beta={self.beta}, linear_beta={self.linear_beta}"
+        caps = f", beta={self.beta}, linear_beta={self.linear_beta}"
+        return self.hidden_act + (caps if self.hidden_act == "situ" else "")
 
 
 class GatedMLP(nn.Module):
-    """`W_down act(W_gate x, W_up x)`: the dense feed-forward, and the shared experts fused into one. x [..., d] -> [..., d]."""
+    """`W_down act(W_gate x, W_up x)`: the dense feed-forward, and the shared experts.
+
+    Shared experts are one such network, as wide as all of them together: the same sum.
+    x [..., d] -> [..., d]. It is called like an MoE and puts nothing into the trace.
+    """
 
     def __init__(self, hidden_size: int, intermediate_size: int, act: Activation):
         super().__init__()

@@ -1,27 +1,30 @@
-"""What a configuration costs, counted from its numbers alone: parameters, bytes in the released format, bytes of the cache.
+"""What a configuration costs, from its numbers alone: parameters, bytes of the released
+file, bytes of the cache.
 
-The model is not built here, so that counting its tensors (on the meta device) is a second, independent route.
+The model is not built here, so that counting its tensors (on the meta device) is a second,
+independent route.
 """
 
 from dataclasses import dataclass
 
 from k3_teach.config import MXFP4_GROUP, K3Config
 
-# The released checkpoint also holds an image encoder and a projector into the text model, all of it in bfloat16.
+# The released checkpoint also holds an image encoder and a projector into the text model,
+# all of it in bfloat16.
 VISION_TOWER = 401_214_464
 PROJECTOR = 46_144_512
 
 
 @dataclass(frozen=True)
 class Component:
-    """`count` times the same part: parameters of one, those that a token uses, and those kept in float32 or in MXFP4."""
+    """`count` times the same part. The other numbers are parameters of one of them."""
 
     name: str
     count: int
-    each: int
-    active: int
-    float32: int = 0
-    mxfp4: int = 0
+    each: int           # all
+    active: int         # those that a token uses
+    float32: int = 0    # those stored in float32
+    mxfp4: int = 0      # those stored in MXFP4
 
     @property
     def total(self) -> int:
@@ -37,29 +40,36 @@ def kda_parameters(c: K3Config) -> tuple[int, int]:
     a, d = c.linear_attn_config, c.hidden_size
     width, rank = a.num_heads * a.head_dim, a.head_dim
     low_rank = d * rank + rank * width
-    float32 = 3 * width * a.short_conv_kernel_size + a.num_heads + width + a.head_dim   # convolutions, A_log, dt_bias, o_norm
+    convolutions = 3 * width * a.short_conv_kernel_size
+    float32 = convolutions + a.num_heads + width + a.head_dim       # A_log, dt_bias, o_norm
     output_gate = d * width if a.use_full_rank_gate else low_rank
-    return 3 * d * width + low_rank + d * a.num_heads + output_gate + width * d + float32, float32
+    q_k_v_o, decay, beta = 4 * d * width, low_rank, d * a.num_heads
+    return q_k_v_o + decay + beta + output_gate + float32, float32
 
 
 def mla_parameters(c: K3Config) -> int:
     """One MLA mixer."""
     d, H, L = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
-    queries = H * c.qk_head_dim
-    q = d * queries if c.q_lora_rank is None else d * c.q_lora_rank + c.q_lora_rank + c.q_lora_rank * queries
+    queries, values, rank = H * c.qk_head_dim, H * c.v_head_dim, c.q_lora_rank
+    q = d * queries if rank is None else d * rank + rank + rank * queries
     kv = d * (L + c.qk_rope_head_dim) + L + L * H * (c.qk_nope_head_dim + c.v_head_dim)
-    gate = d * H * c.v_head_dim if c.mla_use_output_gate else 0
-    return q + kv + gate + H * c.v_head_dim * d
+    gate = d * values if c.mla_use_output_gate else 0
+    return q + kv + gate + values * d
 
 
 def components(c: K3Config) -> list[Component]:
-    """Every part of the model with its count. The embedding is not active: a token reads one row of it."""
+    """Every part of the model with its count.
+
+    The embedding is not active: a token reads one row of it.
+    """
     d, L = c.hidden_size, c.num_hidden_layers
     moe = sum(c.is_moe(i) for i in range(L))
     kda, kda32 = kda_parameters(c)
     num_kda = len(c.linear_attn_config.kda_layers)
+    mla = mla_parameters(c)
     dense = 3 * d * c.intermediate_size
     expert = 3 * c.expert_width * c.moe_intermediate_size
+    experts, chosen = c.num_experts * expert, c.num_experts_per_token * expert
     shared = 3 * d * c.num_shared_experts * c.moe_intermediate_size
     router = c.num_experts * (d + 1)
     latent = 0
@@ -70,12 +80,12 @@ def components(c: K3Config) -> list[Component]:
     rows = [
         Component("embedding", 1, c.vocab_size * d, 0),
         Component("KDA mixers", num_kda, kda, kda, kda32),
-        Component("MLA mixers", L - num_kda, mla_parameters(c), mla_parameters(c)),
+        Component("MLA mixers", L - num_kda, mla, mla),
         Component("dense feed-forward", L - moe, dense, dense),
         Component("MoE: router", moe, router, router, c.num_experts),
         Component("MoE: latent projections and norm", moe, latent, latent),
         Component("MoE: shared experts", moe, shared, shared),
-        Component("MoE: routed experts", moe, c.num_experts * expert, c.num_experts_per_token * expert, 0, c.num_experts * expert),
+        Component("MoE: routed experts", moe, experts, chosen, mxfp4=experts),
         Component("norms before the sub-layers", L, 2 * d, 2 * d),
         Component("AttnRes queries and key norms", L, reads, reads),
         Component("last norm and depth read", 1, d + reads // 2, d + reads // 2),
@@ -90,29 +100,45 @@ def total_parameters(c: K3Config) -> int:
 
 
 def active_parameters(c: K3Config) -> int:
-    """Parameters that one token multiplies with, the output head included and the embedding lookup not: 104.2 B for K3."""
+    """Parameters that one token multiplies with: 104.2 B for K3.
+
+    The output head is among them, the embedding lookup is not.
+    """
     return sum(row.total_active for row in components(c))
 
 
 def checkpoint_bytes(c: K3Config, vision: bool = True) -> dict[str, int]:
-    """Bytes of the released file format: experts in MXFP4 (half a byte a weight, one scale for 32), a few tensors in float32,
-    the rest in bfloat16. `A_log` is padded to the head width. `vision` adds the image encoder and the projector."""
+    """Bytes of the released file format, by dtype, and their total.
+
+    Experts are in MXFP4 (half a byte a weight, one byte of scale for 32), a few tensors in
+    float32, the rest in bfloat16. `A_log` is padded to the head width. `vision` adds the
+    image encoder and the projector.
+    """
     rows = components(c)
     a = c.linear_attn_config
     padding = len(a.kda_layers) * max(a.head_dim - a.num_heads, 0)
     mxfp4 = sum(r.count * r.mxfp4 for r in rows)
     float32 = sum(r.count * r.float32 for r in rows)
-    bfloat16 = total_parameters(c) - mxfp4 - float32 + (VISION_TOWER + PROJECTOR if vision else 0)
-    out = {"mxfp4": mxfp4 // 2, "scales": mxfp4 // MXFP4_GROUP, "bfloat16": 2 * bfloat16, "float32": 4 * (float32 + padding)}
+    bfloat16 = total_parameters(c) - mxfp4 - float32
+    if vision:
+        bfloat16 += VISION_TOWER + PROJECTOR
+    out = {"mxfp4": mxfp4 // 2, "scales": mxfp4 // MXFP4_GROUP,
+           "bfloat16": 2 * bfloat16, "float32": 4 * (float32 + padding)}
     return out | {"total": sum(out.values())}
 
 
-def cache_bytes(c: K3Config, tokens: int, bytes_per_number: int = 2, state_bytes_per_number: int = 4) -> dict[str, int]:
-    """What one sequence keeps for decoding: MLA rows that grow with `tokens`, KDA states and convolution inputs that do not."""
+def cache_bytes(c: K3Config, tokens: int, bytes_per_number: int = 2,
+                state_bytes_per_number: int = 4) -> dict[str, int]:
+    """What one sequence keeps for decoding, in bytes, and the total.
+
+    The rows of MLA grow with `tokens`; the states of KDA and the inputs of its convolutions
+    do not.
+    """
     a = c.linear_attn_config
-    num_kda = len(a.kda_layers)
-    width = a.num_heads * a.head_dim
-    out = {"MLA latents": len(c.mla_layers) * (c.kv_lora_rank + c.qk_rope_head_dim) * tokens * bytes_per_number,
+    num_kda, num_mla = len(a.kda_layers), len(c.mla_layers)
+    width, row = a.num_heads * a.head_dim, c.kv_lora_rank + c.qk_rope_head_dim
+    inputs = 3 * width * (a.short_conv_kernel_size - 1)
+    out = {"MLA latents": num_mla * row * tokens * bytes_per_number,
            "KDA states": num_kda * width * a.head_dim * state_bytes_per_number,
-           "KDA convolution inputs": num_kda * 3 * width * (a.short_conv_kernel_size - 1) * bytes_per_number}
+           "KDA convolution inputs": num_kda * inputs * bytes_per_number}
     return out | {"total": sum(out.values())}

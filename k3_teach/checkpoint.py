@@ -10,6 +10,7 @@ or one error lists them all.
 import json
 import os
 import re
+import tempfile
 from math import prod
 from pathlib import Path
 
@@ -182,7 +183,7 @@ def _misshapen(places, stored: _Stored):
             yield name, shape, wanted
         if f"{name}_packed" in stored.shapes:
             scale = stored.shapes.get(f"{name}_scale")
-            wanted = [wanted[0], wanted[1] // mxfp4.BLOCK]
+            wanted = [*wanted[:-1], wanted[-1] // mxfp4.BLOCK]
             if scale != wanted:
                 yield f"{name}_scale", scale, wanted
 
@@ -218,46 +219,54 @@ def save_checkpoint(model: K3Model, folder, max_shard_bytes: int = 5 * 10 ** 9,
         MXFP4 can hold, InputError for what it cannot take (see `mxfp4.encode`). Without
         it, they are written in the dtype of the model, and no quantization_config.
 
-    Files get their names when all are complete: a save that is interrupted while it writes
-    leaves the previous checkpoint whole.
+    Shards are made one at a time, and all files are complete before the first takes its
+    place: a save that fails or is interrupted leaves the previous checkpoint whole.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _to_write(model, released_layout, mxfp4_experts)
-    files = _cut(tensors, max_shard_bytes)
-    for file, shard in files.items():
-        save_file(shard, folder / f"{file}.tmp", metadata={"format": "pt"})
-    written = [*files]
-    if len(files) > 1:
-        (folder / f"{INDEX}.tmp").write_text(_index(files), encoding="utf-8")
-        written.append(INDEX)
     config = _config_to_write(model.config, released_layout, mxfp4_experts)
-    config.to_json(folder / "config.json.tmp")
-    written.append("config.json")
-    for old in [*folder.glob("model-*-of-*.safetensors"), folder / INDEX, folder / SINGLE]:
+    tensors = _to_write(model, released_layout, mxfp4_experts)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as new:
+        new = Path(new)
+        config.to_json(new / "config.json")
+        sizes = []                                  # of each shard: name -> bytes
+        for shard in _cut(tensors, max_shard_bytes):
+            save_file(shard, new / str(len(sizes)), metadata={"format": "pt"})
+            sizes.append({name: tensor.nbytes for name, tensor in shard.items()})
+        names = _shard_names(len(sizes))
+        for i, name in enumerate(names):
+            os.rename(new / str(i), new / name)
+        if len(names) > 1:
+            (new / INDEX).write_text(_index(names, sizes), encoding="utf-8")
+        written = {path.name for path in new.iterdir()}
+        for name in written:
+            os.replace(new / name, folder / name)
+    for old in [folder / INDEX, folder / SINGLE, *folder.glob("model-*-of-*.safetensors")]:
         if old.name not in written:
             old.unlink(missing_ok=True)
-    for file in written:
-        os.replace(folder / f"{file}.tmp", folder / file)
 
 
-def _cut(tensors, max_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """File name -> its tensors, in order, at most `max_bytes` (or one tensor) in a file."""
-    shards, size = [{}], 0
+def _cut(tensors, max_bytes: int):
+    """Yields shards, name -> tensor, of at most `max_bytes` (or one tensor) each."""
+    shard, size = {}, 0
     for name, tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
         size += tensor.nbytes
-    n = len(shards)
-    names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    return dict(zip(names if n > 1 else [SINGLE], shards))
+    yield shard
 
 
-def _index(files: dict[str, dict[str, Tensor]]) -> str:
-    total = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())
-    weight_map = {name: file for file, shard in files.items() for name in shard}
+def _shard_names(n: int) -> list[str]:
+    if n == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+
+
+def _index(files: list[str], sizes: list[dict[str, int]]) -> str:
+    total = sum(sum(shard.values()) for shard in sizes)
+    weight_map = {name: file for file, shard in zip(files, sizes) for name in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(index, indent=1)
 

@@ -18,8 +18,8 @@ width of a convolution.
 
 A zero query makes a depth read the mean of its sources, which after the norm that follows
 is the ordinary residual (Attention Residuals, arXiv 2603.15031, section 5). Without a gate
-bound, `dt_bias` makes the first decays e^-t, as in Kimi Linear; with one, it is where the
-training of K3 began (its trained values are about -4.6, in the middle of the range).
+bound, `dt_bias` makes the first decays e^-t, as in Kimi Linear; with one, it is no more
+than a starting value. The trained values of K3 are about -4.6, near its middle.
 """
 
 import math

@@ -151,8 +151,8 @@ def _validate_numbers(c) -> None:
         _positive_number(c, n)
     for n in ("pad_token_id", "bos_token_id", "eos_token_id"):
         v = getattr(c, n)
-        listed = n == "eos_token_id" and isinstance(v, list)
-        ok = v is None or listed or _is_int(v) and 0 <= v < c.vocab_size
+        ids = v if n == "eos_token_id" and isinstance(v, list) else [v]
+        ok = v is None or all(_is_int(i) and 0 <= i < c.vocab_size for i in ids)
         also = ", a list of such" if n == "eos_token_id" else ""
         allowed = f"a token id below vocab_size ({c.vocab_size}){also} or null"
         _require(ok, n, v, allowed)

@@ -206,6 +206,15 @@ def test_an_interrupted_save_keeps_the_old_checkpoint(folder, monkeypatch):
     with pytest.raises(OSError):
         k3.save_checkpoint(toy(seed=1), folder)
     same(before, k3.load_checkpoint(folder))
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_save_that_mxfp4_cannot_hold_leaves_nothing_behind(folder):
+    before = k3.load_checkpoint(folder)
+    with pytest.raises(k3.ConfigError, match="moe_intermediate_size is 40; it must be a multiple of 32"):
+        k3.save_checkpoint(toy(moe_intermediate_size=40), folder, mxfp4_experts=True)
+    same(before, k3.load_checkpoint(folder))
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_golden_files_are_what_the_names_say():

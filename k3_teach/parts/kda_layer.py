@@ -158,9 +158,9 @@ class KDA(KeepFloat32, nn.Module):
     def forward(self, x: Tensor, state=None, mask: Tensor | None = None,
                 trace: dict | None = None) -> Tensor:
         T = x.shape[1]
-        if mask is not None:
-            # No bias and no earlier input: zeros give k = v = 0, which writes nothing.
-            x = x.masked_fill(~mask[:, -T:, None], 0)
+        padding = None if mask is None else ~mask[:, -T:, None]         # [B, T, 1]
+        if padding is not None:
+            x = x.masked_fill(padding, 0)       # whatever is there, even NaN
         taps = (None,) * 3 if state is None or state.taps is None else state.taps
         q, q_taps = self.q_conv1d(self.q_proj(x), taps[0])              # [B, T, H K]
         k, k_taps = self.k_conv1d(self.k_proj(x), taps[1])
@@ -169,6 +169,9 @@ class KDA(KeepFloat32, nn.Module):
         k = l2_normalize(self.heads(k))
         v = self.heads(v)
         g, beta = self.log_decay(x), torch.sigmoid(upcast(self.b_proj(x)))
+        if padding is not None:                 # neither forgets nor writes
+            g = g.masked_fill(padding[..., None], 0)
+            beta = beta.masked_fill(padding, 0)
         S = None if state is None else state.S
         if T == 1:                       # decoding: one step needs no chunk
             o, S = recurrent_kda(q, k, v, g, beta, S)                   # [B, T, H, V]

@@ -120,3 +120,14 @@ def test_padding_of_any_content_changes_nothing():
     x[0, :4] = torch.nan
     y = kda(x, mask=mask)
     assert_close(y[0, 4:], kda(x[:1, 4:])[0], atol=1e-12, rtol=0)
+
+
+def test_padding_on_either_side_leaves_the_state_alone():
+    from k3_teach.cache import KDAState
+    kda, x = layer(), rand(1, 9, 24)
+    states = [KDAState() for _ in range(3)]
+    kda(x[:, 2:6], state=states[0])
+    kda(x[:, :6], state=states[1], mask=torch.tensor([[False] * 2 + [True] * 4]))
+    kda(x[:, 2:], state=states[2], mask=torch.tensor([[True] * 4 + [False] * 3]))
+    assert_close(states[1].S, states[0].S, atol=1e-12, rtol=0)
+    assert_close(states[2].S, states[0].S, atol=1e-12, rtol=0)

@@ -1,6 +1,8 @@
-"""What the chapters use: one set-up call, one way to show source, one tool that executes notebooks."""
+"""What the chapters use: set-up, the package's source, live figures, and the tool that executes them."""
 
+from . import draw
+from .live import live
 from .setup import INK, PALETTE, setup
 from .source import show_source
 
-__all__ = ["INK", "PALETTE", "setup", "show_source"]
+__all__ = ["INK", "PALETTE", "draw", "live", "setup", "show_source"]

@@ -1,0 +1,125 @@
+"""Figures that move without a kernel: every stop is computed when the cell runs, and stored as the marks to draw.
+
+    live(lambda bias: draw.bars(...), bias=[0, 0.1, 0.2], alt="What the picture shows.")
+
+The output is HTML with its data and a small script, so it works in the built page, in JupyterLab, Notebook, VS Code and
+Colab, on a phone, and with no network. Where scripts do not run, the first stop is shown as a still. With a kernel,
+`kernel=True` adds a widget whose sliders take any value between the stops.
+"""
+
+import base64
+import itertools
+import json
+from html import escape
+from pathlib import Path
+
+from .draw import COLOURS, WIDTH, Drawing, number
+
+SCRIPT = Path(__file__).with_name("live.js").read_text(encoding="utf-8")
+STYLE = Path(__file__).with_name("live.css").read_text(encoding="utf-8")
+MOST_STOPS = 2000
+STILL = "A still picture: run this cell, or open the page of the book, to move it."
+
+
+class Live:
+    """What `live` returns. `frame(name=value, ...)` is the Drawing at a stop, for tests and for assertions."""
+
+    def __init__(self, fn, alt: str, controls: dict[str, list], start: dict, steps: str | None, kernel: bool):
+        self.fn, self.alt, self.controls, self.kernel = fn, alt, controls, kernel
+        self.start = {name: start.get(name, 0) for name in controls}
+        self.steps = steps
+        self.drawings = {stop: _checked(fn(**dict(zip(controls, stop)))) for stop in itertools.product(*controls.values())}
+
+    def frame(self, **values) -> Drawing:
+        return self.drawings[tuple(values[name] for name in self.controls)]
+
+    @property
+    def first(self) -> Drawing:
+        return self.frame(**{name: values[self.start[name]] for name, values in self.controls.items()})
+
+    def data(self) -> dict:
+        """What the script needs: controls, a table of all different marks, and for each stop the rows of the table."""
+        table: dict[str, int] = {}
+        row = lambda mark: table.setdefault(json.dumps(mark, ensure_ascii=False), len(table))
+        frames = [{"height": round(d.height, 1), "marks": [row(m) for m in d.marks], "says": d.says} for d in self.drawings.values()]
+        controls = [{"label": name.replace("_", " "), "values": [v if isinstance(v, str) else number(v, 4) for v in values],
+                     "start": self.start[name], "steps": name == self.steps} for name, values in self.controls.items()]
+        return {"alt": self.alt, "controls": controls, "frames": frames, "marks": [json.loads(m) for m in table], "width": WIDTH}
+
+    def to_html(self) -> str:
+        data = json.dumps(self.data(), separators=(",", ":"), sort_keys=True, ensure_ascii=False).replace("<", "\\u003c")
+        still = base64.b64encode(self.first.svg().encode()).decode()
+        colours = ";".join(f"--k3-{name}:{value}" for name, value in COLOURS.items())
+        return (f'<div class="k3-live" style="{colours}"><style>{STYLE}</style>'
+                f'<div class="k3-picture"><img alt="{escape(self.alt + " " + self.first.says, quote=True)}" '
+                f'src="data:image/svg+xml;base64,{still}"></div>'
+                f'<div class="k3-controls"><em>{STILL}</em></div><div class="k3-words" aria-live="polite"></div>'
+                f'<script type="application/json">{data}</script><script>{SCRIPT}</script></div>')
+
+    def __repr__(self) -> str:
+        stops = ", ".join(f"{name}: {len(values)} stops" for name, values in self.controls.items())
+        return f"<live figure; {stops}>"
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        bundle = {"text/html": self.to_html(), "text/plain": repr(self)}
+        if self.kernel:
+            widget = self._widget()._repr_mimebundle_()
+            widget = widget[0] if isinstance(widget, tuple) else widget
+            key = "application/vnd.jupyter.widget-view+json"
+            bundle |= {key: widget[key]} if key in widget else {}
+        return bundle
+
+    def _widget(self):
+        """Sliders that compute `fn` at any value; the stored notebook keeps the HTML only."""
+        import ipywidgets as widgets
+
+        controls = {name: _control(widgets, name, values, self.start[name]) for name, values in self.controls.items()}
+        picture = widgets.HTML()
+
+        def update(_=None):
+            drawing = self.fn(**{name: control.value for name, control in controls.items()})
+            picture.value = f'<div style="max-width:{WIDTH * 1.4:g}px">{drawing.svg()}<p>{escape(drawing.says)}</p></div>'
+
+        for control in controls.values():
+            control.observe(update, "value")
+        update()
+        return widgets.VBox([*controls.values(), picture])
+
+
+def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None, kernel: bool = False, **controls) -> Live:
+    """A live figure of `fn(**controls)`, a function of the package's own code that returns a Drawing.
+
+    controls: name -> the values at its stops; all combinations are computed now. `start`: name -> index of the first stop
+    shown. `steps`: the control that gets "back" and "next" buttons in place of a slider. `alt`: what the picture shows,
+    whatever the stop; the drawing adds what it shows at this one. ValueError names what is wrong.
+    """
+    controls = {name: list(values) for name, values in controls.items()}
+    if not alt.strip() or not controls:
+        raise ValueError("a live figure needs alt, the text alternative, and at least one control")
+    stops = 1
+    for name, values in controls.items():
+        stops *= len(values)
+        if len(values) < 2:
+            raise ValueError(f"control {name} has {len(values)} values; it must have at least two")
+    if stops > MOST_STOPS:
+        raise ValueError(f"the controls make {stops} stops; at most {MOST_STOPS} are stored")
+    for name, index in (start or {}).items():
+        if name not in controls or not 0 <= index < len(controls[name]):
+            raise ValueError(f"start[{name!r}] is {index}; it must be the index of a stop of one of {', '.join(controls)}")
+    if steps is not None and steps not in controls:
+        raise ValueError(f"steps is {steps!r}; it must be one of {', '.join(controls)}")
+    return Live(fn, alt, controls, start or {}, steps, kernel)
+
+
+def _checked(drawing) -> Drawing:
+    if not isinstance(drawing, Drawing):
+        raise ValueError(f"the function of a live figure must return a Drawing, not {type(drawing).__name__}")
+    return drawing
+
+
+def _control(widgets, name: str, values: list, start: int):
+    if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
+        whole = all(isinstance(v, int) for v in values)
+        kind, step = (widgets.IntSlider, 1) if whole else (widgets.FloatSlider, (max(values) - min(values)) / 200)
+        return kind(value=values[start], min=min(values), max=max(values), step=step, description=name)
+    return widgets.SelectionSlider(options=values, value=values[start], description=name)

@@ -11,6 +11,8 @@ Shapes: B batch, T tokens, H heads, K width of a key, V of a value, W width of a
 convolution, P = H K its channels.
 """
 
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,9 @@ class LatentCache:
     def append(self, rows: Tensor) -> Tensor:
         """Add rows [B,T,width]; return all rows so far [B,length,width], as a view."""
         end = self.length + rows.shape[1]
-        if self.buffer is None or end > self.buffer.shape[1]:
+        frozen = self.buffer is not None and self.buffer.is_inference()
+        frozen = frozen and not torch.is_inference_mode_enabled()   # not to be written to
+        if self.buffer is None or end > self.buffer.shape[1] or frozen:
             room = max(end, GROWTH, self.length * 3 // 2)
             grown = rows.new_empty(rows.shape[0], room, rows.shape[2])
             if self.length:
@@ -128,6 +132,17 @@ class Cache:
         """Bytes that the kept numbers take, without the room to grow."""
         kept = [t for s in self.states for t in s.tensors()]
         return sum(t.numel() * t.element_size() for t in kept)
+
+    @contextmanager
+    def all_or_nothing(self):
+        """Should the block inside fail or be interrupted, leave the states as they were."""
+        saved = [s.snapshot() for s in self.states]
+        try:
+            yield
+        except BaseException:
+            for s, before in zip(self.states, saved):
+                s.restore(before)
+            raise
 
     def advance(self, num_tokens: int, mask: Tensor | None) -> None:
         """Called by the model after a forward pass, with the mask over all tokens."""

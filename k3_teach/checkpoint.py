@@ -10,6 +10,7 @@ or one error lists them all.
 import json
 import os
 import re
+import shutil
 import tempfile
 from math import prod
 from pathlib import Path
@@ -23,9 +24,13 @@ from k3_teach import mxfp4
 from k3_teach.config import K3Config
 from k3_teach.errors import CheckpointError, InputError
 from k3_teach.model import K3Model
+from k3_teach.validate import check_dtype
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16,
+          "F16": torch.float16}                     # the dtypes that weights may have
 PREFIX = "language_model."
 NOT_TEXT = ("vision_tower.", "mm_projector.")       # of the released multimodal checkpoint
 STACKED = re.compile(r"(.*\.experts)\.(w[123])")    # our stack of one matrix of each expert
@@ -67,6 +72,7 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
                  for n, shape, wanted in _misshapen(places, stored)]
     _raise_if(problems, folder)
     dtype = dtype or stored.dtype("model.embed_tokens.weight")
+    check_dtype(dtype)
     model.to(dtype).to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
@@ -118,8 +124,8 @@ class _Stored:
         """The shape that `name` has once decoded."""
         if name in self.shapes:
             return self.shapes[name]
-        *rows, half = self.shapes[f"{name}_packed"]
-        return [*rows, 2 * half]
+        packed = self.shapes[f"{name}_packed"]
+        return [*packed[:-1], *(2 * half for half in packed[-1:])]
 
     def droppable(self, name: str, config: K3Config) -> bool:
         """Does it carry nothing? It has size 0 (no shared experts), or is a tied head."""
@@ -132,7 +138,11 @@ class _Stored:
         return f.get_tensor(stored)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.raw(name).dtype
+        """The dtype as it is stored; float32 for MXFP4."""
+        if name not in self.files:
+            return torch.float32
+        f, stored = self.files[name]
+        return FLOATS.get(f.get_slice(stored).get_dtype(), torch.uint8)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """The tensor; `dtype` is what MXFP4 is decoded to."""
@@ -149,7 +159,7 @@ def _shards(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those of the index, else what lies there."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
-        files = [single] if single.exists() else sorted(folder.glob("model-*.safetensors"))
+        files = [single] if single.is_file() else sorted(folder.glob("model-*.safetensors"))
         if not files:
             wanted = f"{INDEX}, {SINGLE} or model-*.safetensors"
             raise CheckpointError(f"{folder}: holds no {wanted}")
@@ -181,6 +191,8 @@ def _misshapen(places, stored: _Stored):
         padded = name.endswith(".A_log") and prod(shape) >= wanted[0]
         if shape != wanted and not padded:
             yield name, shape, wanted
+        elif not stored.dtype(name).is_floating_point:
+            yield name, stored.dtype(name), "floating-point numbers"
         if f"{name}_packed" in stored.shapes:
             scale = stored.shapes.get(f"{name}_scale")
             wanted = [*wanted[:-1], wanted[-1] // mxfp4.BLOCK]
@@ -220,15 +232,16 @@ def save_checkpoint(model: K3Model, folder, max_shard_bytes: int = 5 * 10 ** 9,
         it, they are written in the dtype of the model, and no quantization_config.
 
     Shards are made one at a time, and all files are complete before the first takes its
-    place: a save that fails or is interrupted leaves the previous checkpoint whole.
+    place: a save that fails or is interrupted leaves the previous checkpoint whole, or the
+    new one. The same bits: for a model of one dtype and its float32 parameters.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = _config_to_write(model.config, released_layout, mxfp4_experts)
     tensors = _to_write(model, released_layout, mxfp4_experts)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as new:
-        new = Path(new)
-        config.to_json(new / "config.json")
+    new = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
+    try:
+        config.to_json(new / CONFIG)
         sizes = []                                  # of each shard: name -> bytes
         for shard in _cut(tensors, max_shard_bytes):
             save_file(shard, new / str(len(sizes)), metadata={"format": "pt"})
@@ -238,12 +251,34 @@ def save_checkpoint(model: K3Model, folder, max_shard_bytes: int = 5 * 10 ** 9,
             os.rename(new / str(i), new / name)
         if len(names) > 1:
             (new / INDEX).write_text(_index(names, sizes), encoding="utf-8")
-        written = {path.name for path in new.iterdir()}
-        for name in written:
+        written = [path.name for path in new.iterdir()]
+    except BaseException:
+        shutil.rmtree(new)
+        raise
+    try:
+        _put_in_place(new, folder, written)
+    except BaseException:       # once begun it is finished, whatever interrupts it
+        _put_in_place(new, folder, written)
+        raise
+
+
+def _put_in_place(new: Path, folder: Path, written: list[str]) -> None:
+    """Move the files `written` from `new` to `folder` and remove those they replace.
+
+    The configuration is taken away first and put in place last: should the machine fail in
+    between, the folder does not load, and never loads as a mixture of two checkpoints.
+    """
+    if (new / CONFIG).exists():
+        (folder / CONFIG).unlink(missing_ok=True)
+    for name in written:
+        if name != CONFIG and (new / name).exists():
             os.replace(new / name, folder / name)
     for old in [folder / INDEX, folder / SINGLE, *folder.glob("model-*-of-*.safetensors")]:
         if old.name not in written:
             old.unlink(missing_ok=True)
+    if (new / CONFIG).exists():
+        os.replace(new / CONFIG, folder / CONFIG)
+    shutil.rmtree(new)
 
 
 def _cut(tensors, max_bytes: int):

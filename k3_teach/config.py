@@ -185,8 +185,8 @@ class K3Config:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{path}: there is no such file") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
-            raise ConfigError(f"{path}: not a JSON file ({e})") from None
+        except (OSError, ValueError, RecursionError) as e:
+            raise ConfigError(f"{path}: not a readable JSON file ({e})") from None
         return cls.from_dict(data)
 
     @classmethod
@@ -200,16 +200,17 @@ class K3Config:
             kind = type(data).__name__
             raise ConfigError(f"a configuration is a JSON object, not {kind}")
         names = _names(cls) - {"extra", "wrapper", "linear_attn_config"}
-        absent = [(k, None) for k in ("num_experts", "num_shared_experts")]  # null: 0
-        known = {k: v for k, v in data.items() if k in names and (k, v) not in absent}
+        # A null means the default, as in the released configuration class.
+        known = {k: v for k, v in data.items()
+                 if k in names and (v is not None or getattr(cls, k, None) is None)}
         extra = {k: v for k, v in data.items()
                  if k not in names | {"linear_attn_config"} and (k, v) != MODEL_TYPE}
-        linear = data.get("linear_attn_config")
-        known["linear_attn_config"] = _linear_attn(linear, extra)
         required = {f.name for f in fields(cls) if f.default is f.default_factory}
-        missing = sorted(required - set(known))
+        missing = sorted(required - {*known, "linear_attn_config"})
         if missing:
             raise ConfigError(f"the configuration lacks {', '.join(missing)}")
+        linear, L = data.get("linear_attn_config"), data["num_hidden_layers"]
+        known["linear_attn_config"] = _linear_attn(linear, extra, L)
         return cls(**known, extra=extra, wrapper=wrapper)
 
     def to_dict(self) -> dict[str, Any]:
@@ -246,20 +247,30 @@ def _names(dataclass) -> set[str]:
     return {f.name for f in fields(dataclass)}
 
 
-def _linear_attn(data, extra: dict) -> LinearAttnConfig:
-    """The inner object of the file; its fields that are not used go into `extra`."""
-    required = ("kda_layers", "full_attn_layers", "num_heads", "head_dim")
+def _linear_attn(data, extra: dict, num_layers) -> LinearAttnConfig:
+    """The inner object of the file; its fields that are not used go into `extra`.
+
+    Without it no layer is KDA. A layer that is not in kda_layers is MLA, so that
+    full_attn_layers may be left out; without KDA layers, so may their sizes.
+    """
+    data = {} if data is None else data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"linear_attn_config is {data!r}; "
-                          f"it must be an object with {', '.join(required)}")
-    missing = sorted(set(required) - set(data))
-    if missing:
-        raise ConfigError(f"linear_attn_config lacks {', '.join(missing)}")
+        raise ConfigError(f"linear_attn_config is {data!r}; it must be an object or null")
     names = _names(LinearAttnConfig)
     unknown = {k: v for k, v in data.items() if k not in names}
     if unknown:
         extra[_INNER] = unknown
-    known = {k: v for k, v in data.items() if k in names}
+    known = {k: v for k, v in data.items() if k in names and v is not None}
+    kda = known.setdefault("kda_layers", [])
+    if not kda:
+        known = {"num_heads": 1, "head_dim": 1} | known
+    if isinstance(kda, list) and isinstance(num_layers, int) and num_layers < 10 ** 6:
+        mla = [i for i in range(1, num_layers + 1) if i not in kda]
+        known.setdefault("full_attn_layers", mla)
+    required = {"full_attn_layers", "num_heads", "head_dim"}
+    missing = sorted(required - set(known))
+    if missing:
+        raise ConfigError(f"linear_attn_config lacks {', '.join(missing)}")
     for k in ("kda_layers", "full_attn_layers"):
         if not isinstance(known[k], (list, tuple)):
             raise ConfigError(f"linear_attn_config.{k} is {known[k]!r}; "

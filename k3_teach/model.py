@@ -27,7 +27,7 @@ from k3_teach.parts.moe import Experts, MoE, Router
 from k3_teach.parts.norm import RMSNorm
 from k3_teach.parts.precision import upcast
 from k3_teach.parts.situ import Activation, GatedMLP
-from k3_teach.validate import check_ids, check_mask
+from k3_teach.validate import check_cache, check_dtype, check_ids, check_mask
 
 
 def make_mixer(c: K3Config, layer: int) -> nn.Module:
@@ -156,12 +156,12 @@ class K3Model(nn.Module):
     def __init__(self, config: K3Config, device=None, dtype: torch.dtype | None = None,
                  init: str = "report"):
         super().__init__()
-        if dtype is not None and not dtype.is_floating_point:
-            raise InputError(f"dtype is {dtype}; it must be a floating-point dtype")
+        check_dtype(dtype)
         self.config = c = config
         d, eps = c.hidden_size, c.rms_norm_eps
         with torch.device(device or "cpu"):
-            self.embed_tokens = nn.Embedding(c.vocab_size, d)
+            # As in the release, the embedding of the padding token gets no gradient.
+            self.embed_tokens = nn.Embedding(c.vocab_size, d, c.pad_token_id)
             layers = (DecoderLayer(c, i) for i in range(c.num_hidden_layers))
             self.layers = nn.ModuleList(layers)
             self.norm = RMSNorm(d, eps)
@@ -208,7 +208,8 @@ class K3Model(nn.Module):
             states = [None] * len(self.layers)
             logits, trace = self._run(ids, mask, states, return_trace)
         else:
-            with torch.no_grad():    # a cache would keep the graph of all earlier calls
+            # No gradient: a cache would keep the graph of all earlier calls.
+            with torch.no_grad(), cache.all_or_nothing():
                 logits, trace = self._run(ids, mask, cache.states, return_trace)
             cache.advance(ids.shape[1], mask)
         return (logits, trace) if return_trace else logits
@@ -216,6 +217,8 @@ class K3Model(nn.Module):
     def _run(self, ids, mask, states, return_trace):
         trace = {} if return_trace else None
         x = self.embed_tokens(ids)                              # [B, T, d]
+        if mask is not None:
+            x = x.masked_fill(~mask[:, -ids.shape[1]:, None], 0)
         blocks = self.config.attn_res_block_size is not None
         stream = BlockStream(x, self.config.rms_norm_eps) if blocks else PlainStream(x)
         for i, (layer, state) in enumerate(zip(self.layers, states)):
@@ -236,12 +239,11 @@ class K3Model(nn.Module):
         """Refuse what cannot be meant. The mask [B, cached + T] over all tokens so far,
         or None if there is no padding."""
         check_ids(ids, self.config.vocab_size)
-        rows, layers, past, before = len(ids), len(self.layers), 0, None
+        rows, past, before = len(ids), 0, None
         if cache is not None:
-            B, L = cache.batch_size, len(cache.states)
-            if (B, L) != (rows, layers):
-                raise InputError(f"the cache holds {B} rows and {L} layers; "
-                                 f"ids has {rows} rows and the model {layers} layers")
+            check_cache(cache, [self.config.is_kda(i) for i in range(len(self.layers))])
+            if cache.batch_size != rows:
+                raise InputError(f"the cache holds {cache.batch_size} rows; ids has {rows}")
             past, before = len(cache), cache.mask
         if mask is not None:
             return check_mask(mask, ids, past, before, cache is not None)
@@ -254,14 +256,20 @@ def next_token_loss(logits: Tensor, ids: Tensor, attention_mask: Tensor | None =
                     ) -> Tensor:
     """Mean cross entropy of each token from the ones before it, in nats.
 
-    logits [B,T,vocab], ids [B,T], attention_mask [B,T] or None -> a number. Targets
-    that are padding do not count. InputError for fewer than two tokens.
+    logits [B,T,vocab], ids [B,T], attention_mask [B,T] or None -> a number. A token
+    counts if it and the one before it are real. InputError for shapes that do not fit,
+    for fewer than two tokens, and if no token counts.
     """
-    if ids.shape[1] < 2:
-        raise InputError(f"ids has the shape {list(ids.shape)}; "
-                         "a next-token loss needs at least two tokens")
+    if ids.ndim != 2 or ids.shape[1] < 2 or logits.shape[:-1] != ids.shape:
+        raise InputError(f"ids has the shape {list(ids.shape)} and logits "
+                         f"{list(logits.shape)}; they must be [B, T] and [B, T, vocab], "
+                         "and a next-token loss needs at least two tokens")
     targets = ids[:, 1:]
     if attention_mask is not None:
-        padding = ~attention_mask[:, 1:].bool()
-        targets = targets.masked_fill(padding, -100)     # what cross_entropy leaves out
+        mask = check_mask(attention_mask, ids, 0, None, False)
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        counts = real[:, 1:] & real[:, :-1]
+        if not counts.any():
+            raise InputError("attention_mask leaves no two real tokens in a row")
+        targets = targets.masked_fill(~counts, -100)     # what cross_entropy leaves out
     return F.cross_entropy(upcast(logits[:, :-1]).flatten(0, 1), targets.flatten())

@@ -3,9 +3,12 @@
 Every message names the field or argument, its value, and what is allowed.
 """
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
+from k3_teach.cache import Cache, KDAState
 from k3_teach.errors import ConfigError, InputError
 from k3_teach.mxfp4 import BLOCK
 
@@ -44,7 +47,7 @@ def _is_int(x) -> bool:
 
 
 def _is_positive_int(x) -> bool:
-    return _is_int(x) and x > 0
+    return _is_int(x) and 0 < x < 2 ** 40
 
 
 def _is_number(x) -> bool:
@@ -75,17 +78,18 @@ def _validate_layers(c) -> None:
     kda, mla = linear.kda_layers, linear.full_attn_layers
     for name, layers in (("kda_layers", kda), ("full_attn_layers", mla)):
         name = f"linear_attn_config.{name}"
-        wrong = [i for i in layers if not _is_int(i) or not 1 <= i <= L]
+        wrong = [i for i in layers if not _is_int(i) or not 1 <= i <= L][:9]
         _require(not wrong, name, wrong,
                  f"layer numbers from 1 to num_hidden_layers ({L})")
         repeated = len(set(layers)) < len(layers)
         _require(not repeated, name, sorted(layers), "free of repetitions")
-    both = sorted(set(kda) & set(mla))
+    both = sorted(set(kda) & set(mla))[:9]
     _require(not both, "linear_attn_config", both, "two lists without a common layer: "
              "these are in kda_layers and in full_attn_layers")
-    lost = sorted(set(range(1, L + 1)) - set(kda) - set(mla))
+    known = {*kda, *mla}
+    lost = [] if len(known) == L else [next(i for i in count(1) if i not in known)]
     _require(not lost, "linear_attn_config", lost, "two lists that cover every layer: "
-             "these are in neither kda_layers nor full_attn_layers")
+             "this one, and perhaps others, is in neither kda_layers nor full_attn_layers")
 
 
 def _validate_experts(c) -> None:
@@ -104,7 +108,7 @@ def _validate_experts(c) -> None:
     _one_of(c, "moe_router_activation_func", ("sigmoid", "softmax"))
     _positive_number(c, "routed_scaling_factor")
     _validate_groups(c)
-    if c.quantization_config is None:
+    if "mxfp4" not in str(c.quantization_config):
         return
     latent = c.routed_expert_hidden_size is not None
     width = "routed_expert_hidden_size" if latent else "hidden_size"
@@ -151,11 +155,12 @@ def _validate_numbers(c) -> None:
         _positive_number(c, n)
     for n in ("pad_token_id", "bos_token_id", "eos_token_id"):
         v = getattr(c, n)
-        ids = v if n == "eos_token_id" and isinstance(v, list) else [v]
-        ok = v is None or all(_is_int(i) and 0 <= i < c.vocab_size for i in ids)
-        also = ", a list of such" if n == "eos_token_id" else ""
-        allowed = f"a token id below vocab_size ({c.vocab_size}){also} or null"
-        _require(ok, n, v, allowed)
+        pad = n == "pad_token_id"                   # the others do not enter the model
+        ids = v if isinstance(v, list) and not pad else [v]
+        limit = c.vocab_size if pad else 2 ** 40
+        ok = v is None or all(_is_int(i) and 0 <= i < limit for i in ids)
+        what = f" below vocab_size ({limit})" if pad else ", a list of such,"
+        _require(ok, n, v, f"a token id{what} or null")
     v = c.num_nextn_predict_layers
     _require(v == 0, "num_nextn_predict_layers", v,
              "0: the released checkpoint holds no multi-token prediction layer")
@@ -172,6 +177,23 @@ def _positive_number(c, name: str) -> None:
 
 
 # --- inputs of a model ----------------------------------------------------------------
+
+def check_dtype(dtype) -> None:
+    """InputError unless `dtype` is None or one that a model can have."""
+    allowed = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if dtype is not None and dtype not in allowed:
+        names = ", ".join(map(str, allowed))
+        raise InputError(f"dtype is {dtype!r}; it must be one of {names}, or None")
+
+
+def check_cache(cache, kda: list[bool]) -> None:
+    """InputError unless `cache` is a Cache for layers that are KDA where `kda` holds."""
+    if not isinstance(cache, Cache):
+        raise InputError(f"cache is {_kind(cache)}; it must come from new_cache")
+    if [isinstance(s, KDAState) for s in cache.states] != kda:
+        raise InputError(f"the cache is for {len(cache.states)} layers of another pattern "
+                         f"than the model's {len(kda)}; it must come from its new_cache")
+
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
     """InputError unless ids are token ids [B, T]."""

@@ -223,3 +223,33 @@ def test_golden_files_are_what_the_names_say():
         model = k3.load_checkpoint(GOLDEN / folder)
         with safe_open(GOLDEN / folder / "model.safetensors", framework="pt") as f:
             assert set(f.keys()) == set(k3.checkpoint.released_names(model))
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_an_interrupted_swap_is_finished(tmp_path, monkeypatch, at):
+    """No mixture of two checkpoints: once files begin to move, they all do, and the interruption is passed on."""
+    old, new = toy(seed=0), toy(seed=1)
+    k3.save_checkpoint(old, tmp_path, max_shard_bytes=300_000)
+    calls, replace = [], k3.checkpoint.os.replace
+    def interrupted(a, b):
+        calls.append(b)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        replace(a, b)
+    monkeypatch.setattr(k3.checkpoint.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        k3.save_checkpoint(new, tmp_path, max_shard_bytes=300_000)
+    same(new, k3.load_checkpoint(tmp_path))
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64])
+def test_weights_are_floating_point(folder, dtype):
+    edit(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(dtype)}))
+    refused(folder, "misshapen: model.norm.weight is torch.uint8, the configuration wants floating-point numbers")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn, "float32"])
+def test_dtypes_that_a_model_cannot_have(folder, dtype):
+    with pytest.raises(k3.InputError, match="it must be one of torch.float64, torch.float32, torch.bfloat16, torch.float16"):
+        k3.load_checkpoint(folder, dtype=dtype)

@@ -72,6 +72,33 @@ def test_null_counts_are_zero():
     assert c.num_experts == 0 and not any(c.is_moe(i) for i in range(9))
 
 
+def test_only_the_kda_layers_need_to_be_named():
+    """What the released class reads: a layer that is not KDA is MLA; without KDA nothing of it is needed."""
+    data = k3.K3Config.toy().to_dict()
+    del data["linear_attn_config"]["full_attn_layers"]
+    assert k3.K3Config.from_dict(data) == k3.K3Config.toy()
+    for linear in (None, {}, {"kda_layers": []}):
+        assert k3.K3Config.from_dict(data | dict(linear_attn_config=linear)).mla_layers == list(range(9))
+    del data["linear_attn_config"]
+    assert k3.K3Config.from_dict(data).mla_layers == list(range(9))
+
+
+def test_null_means_the_default():
+    data = k3.K3Config.toy().to_dict() | dict(rope_theta=None, num_expert_group=None, latent_moe_use_norm=None, initializer_range=None)
+    c = k3.K3Config.from_dict(data)
+    assert (c.rope_theta, c.num_expert_group, c.latent_moe_use_norm, c.initializer_range) == (10000.0, 1, False, 0.02)
+
+
+def test_absurd_sizes_and_files_are_refused_at_once(tmp_path):
+    for changes in (dict(num_hidden_layers=10 ** 18), dict(vocab_size=10 ** 30), dict(num_hidden_layers=10 ** 7)):
+        with pytest.raises(k3.ConfigError) as e:
+            k3.K3Config.from_dict(k3.K3Config.toy().to_dict() | changes)
+        assert len(str(e.value)) < 500
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(k3.ConfigError, match="not a readable JSON file"):
+        k3.K3Config.from_json(tmp_path)
+
+
 def test_frozen():
     with pytest.raises(AttributeError):
         k3.K3Config.toy().hidden_size = 3
@@ -106,14 +133,20 @@ def test_errors_name_field_value_and_what_is_allowed(changes, message):
         k3.K3Config.toy(**changes)
 
 
-@pytest.mark.parametrize("text, message", [("{", "not a JSON file"), ("[]", "JSON object"), ("{}", "linear_attn_config is None"),
-                                           ('{"linear_attn_config": {"kda_layers": []}}', "lacks full_attn_layers, head_dim, num_heads"),
-                                           ('{"linear_attn_config": {"kda_layers": 3, "full_attn_layers": [], "num_heads": 1, "head_dim": 1}}', "kda_layers is 3; it must be a list"),
-                                           ('{"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [], "num_heads": 1, "head_dim": 1}}', "lacks hidden_size")])
+@pytest.mark.parametrize("text, message", [("{", "not a readable JSON file"), ("[]", "JSON object"), ("{}", "lacks hidden_size"), ('{"text_config": 3}', "JSON object")])
 def test_bad_files(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(k3.ConfigError, match=message):
         k3.K3Config.from_json(tmp_path)
+
+
+@pytest.mark.parametrize("linear, message", [
+    (3, "linear_attn_config is 3; it must be an object or null"), ({"kda_layers": [1]}, "lacks head_dim, num_heads"),
+    ({"kda_layers": 3, "full_attn_layers": [], "num_heads": 1, "head_dim": 1}, "kda_layers is 3; it must be a list"),
+    ({"kda_layers": [1, 2], "full_attn_layers": [4], "num_heads": 1, "head_dim": 1}, "cover every layer")])
+def test_bad_layer_lists(linear, message):
+    with pytest.raises(k3.ConfigError, match=message):
+        k3.K3Config.from_dict(k3.K3Config.toy().to_dict() | dict(linear_attn_config=linear))
 
 
 def test_missing_file(tmp_path):

@@ -208,7 +208,7 @@ def test_wrong_masks(model, mask, message):
 
 def test_wrong_use_of_a_cache(model):
     cache = model.new_cache(2)
-    with pytest.raises(k3.InputError, match="the cache holds 2 rows"):
+    with pytest.raises(k3.InputError, match="the cache holds 2 rows; ids has 1"):
         model(tokens(1, 4), cache=cache)
     with pytest.raises(k3.InputError, match="on the left when there is a cache"):
         model(tokens(2, 3), attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]), cache=cache)
@@ -224,12 +224,77 @@ def test_wrong_use_of_a_cache(model):
 
 
 def test_wrong_dtype_and_init():
-    with pytest.raises(k3.InputError, match="dtype is torch.int32"):
+    with pytest.raises(k3.InputError, match="dtype is torch.int32; it must be one of"):
         k3.K3Model(k3.K3Config.toy(), dtype=torch.int32)
     with pytest.raises(k3.InputError, match="init is 'random'"):
         k3.K3Model(k3.K3Config.toy(), init="random")
     with pytest.raises(k3.InputError, match="at least two tokens"):
         k3.next_token_loss(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_a_failed_call_leaves_the_cache_as_it_was(model):
+    """An interruption in the middle of the layers: the same call again gives what it would have given."""
+    ids, mask = left_padded(pads=5, T=30)
+    cache = model.new_cache(2)
+    model(ids[:, :20], attention_mask=mask[:, :20], cache=cache)
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    for layer in (1, 3, 8):
+        hook = model.layers[layer].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 20:], attention_mask=mask, cache=cache)
+        hook.remove()
+        assert len(cache) == 20
+    out = model(ids[:, 20:], attention_mask=mask, cache=cache)
+    assert_close(out, model(ids, attention_mask=mask)[:, 20:].detach(), atol=1e-10, rtol=0)
+
+
+def test_caches_of_other_models_are_refused(model):
+    other = toy(kda_layers=(1,), full_attn_layers=tuple(range(2, 10))).new_cache(1)
+    for cache, message in ((other, "another pattern"), (3, "cache is int"), ([], "cache is list")):
+        with pytest.raises(k3.InputError, match=message):
+            model(tokens(1, 3), cache=cache)
+
+
+def test_loss_does_not_see_the_padding(model):
+    """Neither as a target nor as what the first real token is predicted from."""
+    ids, mask = left_padded(pads=6, T=20)
+    losses = []
+    for pad in (0, 7, 200):
+        ids[0, :6] = pad
+        losses.append(k3.next_token_loss(model(ids[:1], attention_mask=mask[:1]), ids[:1], mask[:1]).item())
+    alone = k3.next_token_loss(model(ids[:1, 6:]), ids[:1, 6:]).item()
+    assert max(abs(l - alone) for l in losses) < 1e-11
+    with pytest.raises(k3.InputError, match="no two real tokens"):
+        k3.next_token_loss(torch.zeros(1, 4, 256), tokens(1, 4), torch.tensor([[0, 0, 0, 1]]))
+    with pytest.raises(k3.InputError, match="must be \\[B, T\\]"):
+        k3.next_token_loss(torch.zeros(1, 5, 256), tokens(1, 4))
+
+
+def test_padding_token_has_no_gradient_in_the_embedding():
+    model = toy(pad_token_id=5)
+    ids = torch.tensor([[1, 5, 2, 5, 9]])
+    k3.next_token_loss(model(ids), ids).backward()
+    assert not model.embed_tokens.weight.grad[5].any() and model.embed_tokens.weight.grad[2].any()
+
+
+def test_nan_in_the_embedding_of_padding_reaches_nothing(model):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.embed_tokens.weight[0] = torch.nan
+    ids, mask = left_padded(pads=6, T=20)
+    ids = ids.clamp_min(1)
+    ids[0, :6] = 0
+    logits = broken(ids, attention_mask=mask)
+    k3.next_token_loss(logits, ids, mask).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in broken.parameters())
+
+
+def test_prefill_in_inference_mode_and_decode_outside(model):
+    ids, cache = tokens(1, 12), model.new_cache(1)
+    with torch.inference_mode():
+        model(ids[:, :10], cache=cache)
+    assert_close(model(ids[:, 10:], cache=cache), model(ids)[:, 10:].detach(), atol=1e-10, rtol=0)
 
 
 def test_released_code_cases_still_train():

@@ -47,9 +47,9 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     """`recurrent_kda` in chunks (arXiv 2510.26692): matrix products within a chunk, one
     step of the recurrence from chunk to chunk. Shapes and errors as there.
 
-    Any T and any g <= 0. `gate_lower_bound` is a promise that no g is below it, which
-    allows larger tiles (see `decayed_scores`). `chunk_size` is a power of two. What
-    comes out at a token depends on it and earlier ones only, to the last bit.
+    Any T and any finite g <= 0. `gate_lower_bound` is a promise that no g is below it,
+    which allows larger tiles (see `decayed_scores`). `chunk_size` is a power of two.
+    Other (finite) values at later tokens change no bit of what comes out at a token.
     """
     q, k, v, g, beta, S = _prepare(q, k, v, g, beta, initial_state)
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
@@ -140,11 +140,15 @@ def leaf_size(gate_lower_bound: float | None, dtype: torch.dtype,
               chunk_size: int) -> int:
     """The most tokens, up to `chunk_size`, over which e^{-sum of g} cannot overflow.
 
-    16 for K3 in float32, whose range ends at e^88; 1 if g has no bound.
+    8 for K3 in float32: the range ends at e^88, and half of it is left to large values and
+    gradients. 1 if g has no bound. InputError for a bound that is not negative.
     """
     if gate_lower_bound is None:
         return 1
-    room = 80.0 if dtype == torch.float32 else 640.0
+    if not -torch.inf < gate_lower_bound < 0:
+        raise InputError(f"gate_lower_bound is {gate_lower_bound}; "
+                         "it must be a negative number, or None")
+    room = 44.0 if dtype == torch.float32 else 350.0
     leaf = chunk_size
     while leaf > 1 and -gate_lower_bound * leaf > room:
         leaf //= 2
@@ -178,8 +182,8 @@ def _to_chunks(x: Tensor, C: int) -> Tensor:
 
 def _prepare(q, k, v, g, beta, initial_state):
     """Check the shapes and bring everything to float32 (or float64)."""
-    if q.ndim != 4 or q.shape[1] == 0:
-        allowed = "[B, T, H, K] with at least one token"
+    if q.ndim != 4 or q.numel() == 0:
+        allowed = "[B, T, H, K] with at least one token and no size of 0"
         raise InputError(f"q has the shape {list(q.shape)}; it must be {allowed}")
     B, T, H, K = q.shape
     V = v.shape[-1]

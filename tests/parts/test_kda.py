@@ -131,6 +131,15 @@ def test_the_future_changes_no_bit(bound, dtype):
         assert torch.equal(a, b), name
 
 
+def test_large_values_and_gradients_at_the_floor():
+    """A loss scale of 2^16 on values of 100, every gate at -5, float32: nothing overflows on the way back."""
+    q, k, v, g, beta, S = inputs(64, gate="floor")
+    args = q, k, v * 100, g, beta, S
+    scaled = lambda fn, dtype, **options: with_gradients(lambda *a, **o: [x * 2.0 ** 16 for x in fn(*a, **o)], args, dtype, **options)
+    for name, a, e in zip(NAMES, scaled(k3.chunk_kda, torch.float32, gate_lower_bound=-5.0), scaled(k3.recurrent_kda, torch.float64)):
+        assert a.isfinite().all() and relative(a, e) < 1e-5, name
+
+
 def test_long_memory_in_float32():
     """Pitfall 7: a decay of 0.99992 must not become 1. 4096 steps, against float64."""
     T, K = 4096, 8
@@ -151,8 +160,11 @@ def test_everything_is_float32_in_a_bfloat16_model():
 
 
 def test_leaf_tiles_stay_in_range():
-    assert leaf_size(-5.0, torch.float32, 32) == 16
+    assert leaf_size(-5.0, torch.float32, 32) == 8
     assert leaf_size(-5.0, torch.float64, 64) == 64
+    for bound in (0.0, 1.0, float("nan"), -float("inf")):
+        with pytest.raises(k3.InputError, match="gate_lower_bound"):
+            leaf_size(bound, torch.float32, 32)
     assert leaf_size(None, torch.float64, 64) == 1
     assert leaf_size(-60.0, torch.float32, 32) == 1
 

@@ -76,6 +76,14 @@ def test_router_is_float32_in_a_bfloat16_model():
     assert sum(a != b for a, b in zip(narrow, right)) > 50
 
 
+def test_misspelt_score_and_impossible_groups():
+    with pytest.raises(k3.InputError, match="'sigmiod'"):
+        k3.Router(6, 5, 2, score="sigmiod")
+    for groups, kept, k in ((3, 1, 2), (2, 1, 3), (4, 0, 1)):
+        with pytest.raises(k3.InputError, match="groups must divide"):
+            k3.route(torch.rand(2, 4), torch.zeros(4), k, num_groups=groups, topk_group=kept)
+
+
 def test_softmax_router():
     router = k3.Router(6, 5, 2, score="softmax").double()
     x = rand(4, 6)

@@ -6,7 +6,7 @@ format; `scale/` counts what it costs.
 """
 
 from k3_teach.cache import Cache, KDAState, LatentCache
-from k3_teach.checkpoint import load_checkpoint, save_checkpoint
+from k3_teach.checkpoint import load_checkpoint
 from k3_teach.config import K3Config, LinearAttnConfig
 from k3_teach.errors import CheckpointError, ConfigError, InputError, K3Error
 from k3_teach.init import init_parameters
@@ -26,5 +26,6 @@ from k3_teach.parts.moe import Experts, MoE, Router, experts_grouped, experts_lo
 from k3_teach.parts.norm import RMSNorm, rms_norm
 from k3_teach.parts.rope import apply_rope, rope_angles
 from k3_teach.parts.situ import Activation, GatedMLP, glu, situ_glu, softcap, swiglu
+from k3_teach.saving import save_checkpoint
 
 __version__ = "0.1.0"

@@ -202,7 +202,7 @@ def test_an_interrupted_save_keeps_the_old_checkpoint(folder, monkeypatch):
     before = k3.load_checkpoint(folder)
     def fail(*args, **kwargs):
         raise OSError("disk full")
-    monkeypatch.setattr(k3.checkpoint, "save_file", fail)
+    monkeypatch.setattr(k3.saving, "save_file", fail)
     with pytest.raises(OSError):
         k3.save_checkpoint(toy(seed=1), folder)
     same(before, k3.load_checkpoint(folder))
@@ -230,13 +230,13 @@ def test_an_interrupted_swap_is_finished(tmp_path, monkeypatch, at):
     """No mixture of two checkpoints: once files begin to move, they all do, and the interruption is passed on."""
     old, new = toy(seed=0), toy(seed=1)
     k3.save_checkpoint(old, tmp_path, max_shard_bytes=300_000)
-    calls, replace = [], k3.checkpoint.os.replace
+    calls, replace = [], k3.saving.os.replace
     def interrupted(a, b):
         calls.append(b)
         if len(calls) == at:
             raise KeyboardInterrupt
         replace(a, b)
-    monkeypatch.setattr(k3.checkpoint.os, "replace", interrupted)
+    monkeypatch.setattr(k3.saving.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         k3.save_checkpoint(new, tmp_path, max_shard_bytes=300_000)
     same(new, k3.load_checkpoint(tmp_path))

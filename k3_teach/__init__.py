@@ -1,8 +1,8 @@
 """k3_teach: the Kimi K3 text model in PyTorch, written to be read.
 
 `config` says what a model is; `parts/` holds its mechanisms, one file each; `model` puts
-them together; `cache` is what decoding keeps; `checkpoint` reads and writes the released
-format; `scale/` counts what it costs.
+them together; `cache` is what decoding keeps; `checkpoint` reads the released format and
+`saving` writes it; `scale/` counts what it costs.
 """
 
 from k3_teach.cache import Cache, KDAState, LatentCache

@@ -74,7 +74,7 @@ def _put_in_place(new: Path, folder: Path, written: list[str]) -> None:
             old.unlink(missing_ok=True)
     if (new / CONFIG).exists():
         os.replace(new / CONFIG, folder / CONFIG)
-    shutil.rmtree(new)
+    shutil.rmtree(new, ignore_errors=True)
 
 
 def _cut(tensors, max_bytes: int):

@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant(14, "convolution inputs dropped", "parts/kda_layer.py", "if state is None or state.taps is None else", "if True else", "test_model.py::test_pieces_equal_one_shot"),
     Mutant(15, "one row too many is read", "cache.py", "return self.buffer[:, :self.length]", "return self.buffer[:, :self.length + 1]", "test_cache.py::test_recycled_memory_is_never_read"),
     Mutant(16, "any snapshot is taken", "cache.py", "default=to.length) < to.length:", "default=to.length) < 0:", "test_cache.py::test_replaced_tokens_cannot_be_returned_to"),
-    Mutant(17, "padding is written into the state", "parts/kda_layer.py", "padding = None if mask is None else ~mask[:, -T:, None]", "padding = None", "test_model.py::test_left_padded_row_equals_the_row_alone"),
+    Mutant(17, "padding is written into the state", "parts/kda_layer.py", "padding = None if mask is None else ~mask[:, -T:, None]", "padding = None", "parts/test_kda_layer.py::test_padding_on_either_side_leaves_the_state_alone"),
     Mutant(18, "padding multiplied by zero", "parts/kda_layer.py", "x = x.masked_fill(padding, 0)", "x = x * ~padding", "parts/test_kda_layer.py::test_padding_of_any_content_changes_nothing"),
     Mutant(18, "padding multiplied by zero in MLA", "parts/mla.py", "x = x.masked_fill(~mask[:, -T:, None], 0)", "x = x * mask[:, -T:, None]", "parts/test_mla.py::test_padding_of_any_content_changes_nothing"),
     Mutant(19, "keys of the padding visible", "parts/attention.py", "return causal & valid[:, None, None, :] | itself", "return causal.expand(len(valid), 1, T, S)", "test_model.py::test_left_padded_row_equals_the_row_alone"),

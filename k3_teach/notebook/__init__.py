@@ -1,4 +1,4 @@
-"""What the chapters use: set-up, the package's source, live figures, and the tool that executes them."""
+"""What the chapters use: set-up, the package's code, live figures, the tool that executes them."""
 
 from . import draw
 from .live import live

@@ -1,15 +1,15 @@
-"""Pictures as lists of marks: rectangles, lines, paths, dots and words, in colours that a page can change.
+"""Pictures as lists of marks: rectangles, lines, paths, dots and words, in colours a page may set.
 
-A builder (`bars`, `lines`, `heat`, `scatter`, `flow`) turns numbers into a `Drawing`. Marks are plain lists, so
-that `live` can store hundreds of drawings as a table of the marks in which they differ, and a script of a few lines
-can draw any of them. `Drawing.svg` draws the same marks in Python.
+A builder (`bars`, `lines`, `heat`, `scatter`, `flow`) turns numbers into a `Drawing`. Marks are
+plain lists, so that `live` can store hundreds of drawings as a table of the marks in which they
+differ, and a short script can draw any of them. `Drawing.svg` draws the same marks in Python.
 
-    ["rect", x, y, width, height, colour, opacity]      ["line", x1, y1, x2, y2, colour, width, dashes]
-    ["path", d, colour, width, dashes]                  ["dot", x, y, radius, colour]
+    ["rect", x, y, width, height, colour, opacity]   ["line", x1, y1, x2, y2, colour, width, dashes]
+    ["path", d, colour, width, dashes]               ["dot", x, y, radius, colour]
     ["text", x, y, words, anchor, colour, size, bold]
 
-A colour is a name of PALETTE, "ink" or "white". Lengths are in units of a drawing WIDTH wide, which is about the width
-of a phone, so words stay readable there.
+A colour is a name of PALETTE, "ink" or "white". Lengths are in units of a drawing WIDTH wide, which
+is about the width of a phone, so words stay readable there.
 """
 
 import math
@@ -27,7 +27,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 14, 38
 
 @dataclass
 class Drawing:
-    """Marks on a ground of `width` x `height`, and `says`, what a reader who cannot see them is told."""
+    """Marks on a ground of `width` x `height`; `says` is for a reader who cannot see them."""
 
     height: float
     marks: list[list]
@@ -38,30 +38,33 @@ class Drawing:
         """The drawing as an SVG image of its own, in the colours that both pages can carry."""
         body = "".join(_element(mark) for mark in self.marks)
         label = escape(self.says, quote=True)
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
+        return (f'<svg xmlns="http://www.w3.org/2000/svg" '
+                f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
                 f'aria-label="{label}" font-family="system-ui,sans-serif">{body}</svg>')
 
 
 def _element(mark: list) -> str:
     kind, *v = mark
     if kind == "rect":
-        return f'<rect x="{v[0]}" y="{v[1]}" width="{v[2]}" height="{v[3]}" rx="2" fill="{COLOURS[v[4]]}" opacity="{v[5]}"/>'
+        return (f'<rect x="{v[0]}" y="{v[1]}" width="{v[2]}" height="{v[3]}" rx="2" '
+                f'fill="{COLOURS[v[4]]}" opacity="{v[5]}"/>')
     if kind == "line":
-        return (f'<line x1="{v[0]}" y1="{v[1]}" x2="{v[2]}" y2="{v[3]}" stroke="{COLOURS[v[4]]}" stroke-width="{v[5]}" '
-                f'stroke-dasharray="{v[6]}"/>')
+        return (f'<line x1="{v[0]}" y1="{v[1]}" x2="{v[2]}" y2="{v[3]}" '
+                f'stroke="{COLOURS[v[4]]}" stroke-width="{v[5]}" stroke-dasharray="{v[6]}"/>')
     if kind == "path":
-        return f'<path d="{v[0]}" fill="none" stroke="{COLOURS[v[1]]}" stroke-width="{v[2]}" stroke-dasharray="{v[3]}"/>'
+        return (f'<path d="{v[0]}" fill="none" '
+                f'stroke="{COLOURS[v[1]]}" stroke-width="{v[2]}" stroke-dasharray="{v[3]}"/>')
     if kind == "dot":
         return f'<circle cx="{v[0]}" cy="{v[1]}" r="{v[2]}" fill="{COLOURS[v[3]]}"/>'
     weight = "600" if v[6] else "400"
-    return (f'<text x="{v[0]}" y="{v[1]}" text-anchor="{v[3]}" fill="{COLOURS[v[4]]}" font-size="{v[5]}" '
-            f'font-weight="{weight}">{escape(str(v[2]))}</text>')
+    return (f'<text x="{v[0]}" y="{v[1]}" text-anchor="{v[3]}" fill="{COLOURS[v[4]]}" '
+            f'font-size="{v[5]}" font-weight="{weight}">{escape(str(v[2]))}</text>')
 
 
-# --- words and numbers --------------------------------------------------------------------------------------------
+# --- words and numbers ----------------------------------------------------------------------------
 
 def number(x: float, digits: int = 3) -> str:
-    """`x` with `digits` significant digits, without an exponent where that is short, and with a real minus sign."""
+    """`x` with `digits` significant digits, a real minus sign, an exponent only if that helps."""
     x = float(x)
     if not math.isfinite(x):
         return "∞" if x > 0 else "−∞" if x < 0 else "not a number"
@@ -92,6 +95,11 @@ def rect(x, y, width, height, colour="blue", opacity=1.0) -> list:
     return ["rect", at(x), at(y), at(width), at(height), colour, round(float(opacity), 2)]
 
 
+def _path(points, colour, width, dashes="") -> list:
+    places = "L".join(f"{at(x)} {at(y)}" for x, y in points)
+    return ["path", "M" + places, colour, width, dashes]
+
+
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers from `low` to `high`, at most `most` of them."""
     if not high > low:
@@ -118,128 +126,157 @@ def _axes(x_limits, y_limits, x_label, y_label, height) -> tuple[list, callable,
     place_y = lambda v: height - BOTTOM - (v - y0) / (y1 - y0) * (height - BOTTOM - TOP)
     floor = height - BOTTOM
     marks = [line(LEFT, floor, WIDTH - RIGHT, floor), line(LEFT, TOP, LEFT, floor)]
-    for v in ticks(x0, x1):
-        marks += [line(place_x(v), floor, place_x(v), floor + 4), text(place_x(v), floor + 16, number(v), size=11)]
-    for v in ticks(y0, y1):
-        marks += [line(LEFT - 4, place_y(v), LEFT, place_y(v)), text(LEFT - 6, place_y(v) + 4, number(v), "end", size=11)]
-    marks += [text((LEFT + WIDTH - RIGHT) / 2, height - 6, x_label), text(4, TOP - 2, y_label, "start")]
+    for x, words in [(place_x(v), number(v)) for v in ticks(x0, x1)]:
+        marks += [line(x, floor, x, floor + 4), text(x, floor + 16, words, size=11)]
+    for y, words in [(place_y(v), number(v)) for v in ticks(y0, y1)]:
+        marks += [line(LEFT - 4, y, LEFT, y), text(LEFT - 6, y + 4, words, "end", size=11)]
+    marks.append(text((LEFT + WIDTH - RIGHT) / 2, height - 6, x_label))
+    marks.append(text(4, TOP - 2, y_label, "start"))
     return marks, place_x, place_y
 
 
-# --- builders -----------------------------------------------------------------------------------------------------
+def _legend(i, name, colour, dashes=None) -> list:
+    """Row `i` of a legend: a stroke of a curve, or a dot where `dashes` is None, and the name."""
+    x, y = LEFT + 10, TOP + 8 + 16 * i
+    if dashes is None:
+        return [["dot", x + 4, y, 3.5, colour], text(x + 14, y + 4, name, "start")]
+    return [line(x, y, x + 24, y, colour, 2, dashes), text(x + 30, y + 4, name, "start")]
+
+
+# --- builders -------------------------------------------------------------------------------------
 
 def bars(values, names=None, limits=None, unit="", lit=None, digits=3, height=180) -> Drawing:
-    """One bar a value, with its number. `lit`: the indices to draw in a second colour (None: all alike)."""
+    """One bar a value, with its number. `lit`: the indices in a second colour (None: all alike)."""
     values = [float(v) for v in values]
     names = [str(n) for n in (names if names is not None else range(len(values)))]
     low, high = limits or (min(0.0, *values), max(0.0, *values) or 1.0)
     floor, top = height - 24, 22
     place = lambda v: floor - (min(max(v, low), high) - low) / (high - low) * (floor - top)
-    step = (WIDTH - 8) / len(values)
-    marks = [line(4, place(max(low, min(0.0, high))), WIDTH - 4, place(max(low, min(0.0, high))))]
+    step, zero = (WIDTH - 8) / len(values), place(max(low, min(0.0, high)))
+    marks = [line(4, zero, WIDTH - 4, zero)]
     for i, (v, name) in enumerate(zip(values, names)):
-        x, y0, y1 = 4 + i * step, place(max(low, min(0.0, high))), place(v)
-        colour = "blue" if lit is None else "rust" if i in lit else "ink"
-        marks.append(rect(x + 0.15 * step, min(y0, y1), 0.7 * step, abs(y1 - y0), colour, 1 if lit is None or i in lit else 0.45))
+        x, y, chosen = 4 + i * step, place(v), lit is not None and i in lit
+        colour, opacity = ("blue", 1) if lit is None else ("rust", 1) if chosen else ("ink", 0.45)
+        upper, middle = min(zero, y), x + step / 2
+        marks.append(rect(x + 0.15 * step, upper, 0.7 * step, abs(y - zero), colour, opacity))
         if step >= 26:
-            marks.append(text(x + step / 2, min(y0, y1) - 5, number(v, digits), colour=colour if lit is not None and i in lit else "ink",
-                              size=11, bold=lit is not None and i in lit))
-        marks.append(text(x + step / 2, height - 6, name, size=12 if step >= 22 else 9))
-    told = ", ".join(f"{n} {number(v, digits)}{' ' + unit if unit else ''}" for n, v in zip(names, values))
-    chosen = "" if lit is None else ". Marked: " + ", ".join(names[i] for i in sorted(lit))
-    return Drawing(height, marks, told + chosen)
+            ink = "rust" if chosen else "ink"
+            marks.append(text(middle, upper - 5, number(v, digits), "middle", ink, 11, chosen))
+        marks.append(text(middle, height - 6, name, size=12 if step >= 22 else 9))
+    unit = " " + unit if unit else ""
+    told = ", ".join(f"{n} {number(v, digits)}{unit}" for n, v in zip(names, values))
+    marked = "" if lit is None else ". Marked: " + ", ".join(names[i] for i in sorted(lit))
+    return Drawing(height, marks, told + marked)
 
 
-def lines(x, ys: dict, x_label="", y_label="", x_limits=None, y_limits=None, marks_at=None, says=None, height=230) -> Drawing:
-    """Curves over a common x. `ys`: name -> values. `marks_at`: an x at which every curve gets a dot and its number."""
+def lines(x, ys: dict, x_label="", y_label="", x_limits=None, y_limits=None, marks_at=None,
+          says=None, height=230) -> Drawing:
+    """Curves over a common x. `ys`: name -> values. `marks_at`: an x with a dot on every curve."""
     x = [float(v) for v in x]
     ys = {name: [float(v) for v in y] for name, y in ys.items()}
     y_limits = y_limits or spread([v for y in ys.values() for v in y])
-    marks, place_x, place_y = _axes(x_limits or (min(x), max(x)), y_limits, x_label, y_label, height)
+    x_limits = x_limits or (min(x), max(x))
+    marks, place_x, place_y = _axes(x_limits, y_limits, x_label, y_label, height)
     clip = lambda v: min(max(v, y_limits[0]), y_limits[1])
     told = []
     for i, (name, y) in enumerate(ys.items()):
         colour, dashes = ORDER[i % len(ORDER)], DASHES[i % len(DASHES)]
-        points = [f"{at(place_x(a))} {at(place_y(clip(b)))}" for a, b in zip(x, y) if math.isfinite(b)]
-        marks.append(["path", "M" + "L".join(points), colour, 2, dashes])
-        marks += [line(LEFT + 10, TOP + 8 + 16 * i, LEFT + 34, TOP + 8 + 16 * i, colour, 2, dashes),
-                  text(LEFT + 40, TOP + 12 + 16 * i, name, "start")]
+        points = [(place_x(a), place_y(clip(b))) for a, b in zip(x, y) if math.isfinite(b)]
+        marks += [_path(points, colour, 2, dashes), *_legend(i, name, colour, dashes)]
         if marks_at is not None:
             near = min(range(len(x)), key=lambda j: abs(x[j] - marks_at))
             marks.append(["dot", at(place_x(x[near])), at(place_y(clip(y[near]))), 4, colour])
             told.append(f"{name} {number(y[near])}")
     if says is None:
-        says = f"at {number(marks_at)}: " + ", ".join(told) if told else ", ".join(
-            f"{name} from {number(min(y))} to {number(max(y))}" for name, y in ys.items())
+        ranges = [f"{name} from {number(min(y))} to {number(max(y))}" for name, y in ys.items()]
+        says = f"at {number(marks_at)}: " + ", ".join(told) if told else ", ".join(ranges)
     return Drawing(height, marks, says)
 
 
-def heat(matrix, rows=None, columns=None, limits=None, row_label="", column_label="", says=None, digits=2, height=None) -> Drawing:
-    """A matrix as cells; darker is larger. Cells hold their numbers while there is room for them."""
+def heat(matrix, rows=None, columns=None, limits=None, row_label="", column_label="", says=None,
+         digits=2, height=None) -> Drawing:
+    """A matrix as cells; darker is larger. Cells hold their numbers while there is room."""
     matrix = [[float(v) for v in row] for row in matrix]
     n, m = len(matrix), len(matrix[0])
     low, high = limits or (min(map(min, matrix)), max(map(max, matrix)))
     size = min((WIDTH - LEFT - RIGHT) / m, 34.0)
-    height = height or TOP + 14 + n * min(size, 26) + (18 if column_label else 4)
-    cell_h = min(size, 26)
+    tall = min(size, 26)
+    height = height or TOP + 14 + n * tall + (18 if column_label else 4)
+    row_names, column_names = rows or range(n), columns or range(m)
     marks = [text(4, TOP - 2, row_label, "start")] if row_label else []
     for i, row in enumerate(matrix):
-        y = TOP + 14 + i * cell_h
+        y = TOP + 14 + i * tall
         if rows is not None or n <= 16:
-            marks.append(text(LEFT - 6, y + cell_h / 2 + 4, (rows or range(n))[i], "end", size=11))
+            marks.append(text(LEFT - 6, y + tall / 2 + 4, row_names[i], "end", size=11))
         for j, v in enumerate(row):
-            share = 0.0 if high == low or not math.isfinite(v) else min(max((v - low) / (high - low), 0), 1)
-            marks.append(rect(LEFT + j * size, y, size - 1, cell_h - 1, "blue", 0.06 + 0.94 * share))
-            if size >= 30:
-                marks.append(text(LEFT + (j + 0.5) * size, y + cell_h / 2 + 4, number(v, digits), colour="white" if share > 0.55 else "ink", size=10))
+            marks += _cell(j, y, size, v, low, high, digits)
     if columns is not None or m <= 16:
-        marks += [text(LEFT + (j + 0.5) * size, TOP + 10, (columns or range(m))[j], size=11) for j in range(m)]
+        middle = lambda j: LEFT + (j + 0.5) * size
+        marks += [text(middle(j), TOP + 10, column_names[j], size=11) for j in range(m)]
     if column_label:
         marks.append(text(LEFT + m * size / 2, height - 4, column_label))
-    if says is None:
-        says = "; ".join(f"row {(rows or range(n))[i]}: " + ", ".join(number(v, digits) for v in row) for i, row in enumerate(matrix)) \
-            if n * m <= 36 else f"{n} by {m} cells from {number(low)} to {number(high)}"
+    if says is None and n * m <= 36:
+        told = [", ".join(number(v, digits) for v in row) for row in matrix]
+        says = "; ".join(f"row {row_names[i]}: {told[i]}" for i in range(n))
+    elif says is None:
+        says = f"{n} by {m} cells from {number(low)} to {number(high)}"
     return Drawing(height, marks, says)
 
 
-def scatter(points: dict, x_label="", y_label="", x_limits=None, y_limits=None, says=None, height=230) -> Drawing:
+def _cell(j, y, size, v, low, high, digits) -> list:
+    """The cell of value `v` in column `j`, its top at `y`."""
+    flat, tall = high == low or not math.isfinite(v), min(size, 26)
+    share = 0.0 if flat else min(max((v - low) / (high - low), 0), 1)
+    cell = rect(LEFT + j * size, y, size - 1, tall - 1, "blue", 0.06 + 0.94 * share)
+    if size < 30:
+        return [cell]
+    x, colour = LEFT + (j + 0.5) * size, "white" if share > 0.55 else "ink"
+    return [cell, text(x, y + tall / 2 + 4, number(v, digits), colour=colour, size=10)]
+
+
+def scatter(points: dict, x_label="", y_label="", x_limits=None, y_limits=None, says=None,
+            height=230) -> Drawing:
     """Dots in groups. `points`: name -> list of (x, y)."""
     points = {name: [(float(a), float(b)) for a, b in group] for name, group in points.items()}
-    everything = [p for group in points.values() for p in group]
-    marks, place_x, place_y = _axes(x_limits or spread([a for a, _ in everything]), y_limits or spread([b for _, b in everything]),
-                                    x_label, y_label, height)
+    x_limits = x_limits or spread([a for group in points.values() for a, _ in group])
+    y_limits = y_limits or spread([b for group in points.values() for _, b in group])
+    marks, place_x, place_y = _axes(x_limits, y_limits, x_label, y_label, height)
     for i, (name, group) in enumerate(points.items()):
         colour = ORDER[i % len(ORDER)]
         marks += [["dot", at(place_x(a)), at(place_y(b)), 3.5, colour] for a, b in group]
-        marks += [["dot", LEFT + 14, at(TOP + 8 + 16 * i), 3.5, colour], text(LEFT + 24, TOP + 12 + 16 * i, name, "start")]
-    return Drawing(height, marks, says or ", ".join(f"{len(group)} of {name}" for name, group in points.items()))
+        marks += _legend(i, name, colour)
+    told = ", ".join(f"{len(group)} of {name}" for name, group in points.items())
+    return Drawing(height, marks, says or told)
 
 
 def flow(boxes: dict, arrows=(), lit=(), says=None, height=None) -> Drawing:
-    """A block diagram. `boxes`: name -> (x, y, width, words) with x, y the centre; `arrows`: (from, to) or (from, to, words);
-    `lit`: the boxes and arrows' ends that take part now. Words may hold a shape on a second line."""
+    """A block diagram. `boxes`: name -> (x, y, width, words), x, y the centre; `arrows`: (from, to)
+    or (from, to, words); `lit`: boxes and ends that take part now. Words may hold a shape."""
     height = height or max(y for _, y, _, _ in boxes.values()) + 30
     marks = []
     for a, b, *words in arrows:
-        (xa, ya, wa, _), (xb, yb, wb, _) = boxes[a], boxes[b]
-        on = not lit or (a in lit and b in lit)
-        colour, width = ("rust", 2.5) if on and lit else ("ink", 1.5)
-        if abs(yb - ya) < 20:
-            side = math.copysign(1, xb - xa)
-            x1, y1, x2, y2 = xa + side * wa / 2, ya, xb - side * wb / 2, yb
-            head = f"M{at(x2 - side * 6)} {at(y2 - 4)}L{at(x2)} {at(y2)}L{at(x2 - side * 6)} {at(y2 + 4)}"
-        else:
-            side = math.copysign(1, yb - ya)
-            x1, y1, x2, y2 = xa, ya + side * 15, xb, yb - side * 15
-            head = f"M{at(x2 - 4)} {at(y2 - side * 6)}L{at(x2)} {at(y2)}L{at(x2 + 4)} {at(y2 - side * 6)}"
-        marks += [line(x1, y1, x2, y2, colour, width), ["path", head, colour, width, ""]]
-        if words:
-            marks.append(text((x1 + x2) / 2 + 4, (y1 + y2) / 2 - 4, words[0], "start", size=11))
+        on = lit and a in lit and b in lit
+        marks += _arrow(boxes[a], boxes[b], *(("rust", 2.5) if on else ("ink", 1.5)), *words)
     for name, (x, y, width, words) in boxes.items():
         on = not lit or name in lit
-        marks.append(rect(x - width / 2, y - 15, width, 30, "rust" if on and lit else "blue" if on else "ink", 1 if on else 0.35))
+        colour, opacity = ("rust" if lit else "blue", 1) if on else ("ink", 0.35)
+        marks.append(rect(x - width / 2, y - 15, width, 30, colour, opacity))
         marks.append(text(x, y + 4, words, colour="white", bold=True))
     return Drawing(height, marks, says or ", ".join(str(boxes[n][3]) for n in (lit or boxes)))
+
+
+def _arrow(start, end, colour, width, *words) -> list:
+    """An arrow from box to box: between their sides if they are level, or else top and bottom."""
+    (xa, ya, wa, _), (xb, yb, wb, _) = start, end
+    level = abs(yb - ya) < 20
+    dx, dy = (math.copysign(1, xb - xa), 0) if level else (0, math.copysign(1, yb - ya))
+    x1, y1, x2, y2 = xa + dx * wa / 2, ya + dy * 15, xb - dx * wb / 2, yb - dy * 15
+    x, y, wing = x2 - dx * 6, y2 - dy * 6, (0, 4) if level else (4, 0)
+    head = [(x - wing[0], y - wing[1]), (x2, y2), (x + wing[0], y + wing[1])]
+    marks = [line(x1, y1, x2, y2, colour, width), _path(head, colour, width)]
+    if words:
+        marks.append(text((x1 + x2) / 2 + 4, (y1 + y2) / 2 - 4, words[0], "start", size=11))
+    return marks
 
 
 def stack(*drawings: Drawing, gap: float = 8) -> Drawing:
@@ -254,17 +291,9 @@ def stack(*drawings: Drawing, gap: float = 8) -> Drawing:
 def _moved(mark: list, dy: float) -> list:
     kind, *v = mark
     if kind == "path":
-        numbers = v[0].replace("M", " M ").replace("L", " L ").split()
-        parts, is_y = [], False
-        for item in numbers:
-            if item in "ML":
-                parts.append(item)
-                is_y = False
-            else:
-                parts.append(f"{at(float(item) + dy)}" if is_y else item)
-                is_y = not is_y
+        parts = v[0].replace("M", " M ").replace("L", " L ").split()  # M, x, y, L, x, y, ...
+        parts[2::3] = [f"{at(float(y) + dy)}" for y in parts[2::3]]
         return ["path", " ".join(parts), *v[1:]]
-    v = list(v)
     for i in {"rect": (1,), "line": (1, 3), "dot": (1,), "text": (1,)}[kind]:
         v[i] = at(v[i] + dy)
     return [kind, *v]

@@ -16,7 +16,7 @@ from . import form
 
 
 def execute(path, timeout=300):
-    """Run the notebook at `path` in its own folder with a fresh kernel; return its text in normal form."""
+    """The text in normal form of the notebook at `path`, run in its folder with a fresh kernel."""
     notebook = form.normalise(form.read(path.read_text(encoding="utf-8")))
     client = NotebookClient(
         notebook,
@@ -38,7 +38,8 @@ def run(path):
         print(f"{path}: FAILED\n{error}", file=sys.stderr)
         return False
     path.write_text(text, encoding="utf-8", newline="\n")
-    print(f"{path}: {time.perf_counter() - start:.1f} s, {len(text.encode()) / 1024:.0f} KiB", flush=True)
+    seconds, size = time.perf_counter() - start, len(text.encode()) / 1024
+    print(f"{path}: {seconds:.1f} s, {size:.0f} KiB", flush=True)
     return check(path)
 
 
@@ -51,7 +52,8 @@ def check(path):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("command", choices=["run", "check"])
     parser.add_argument("notebooks", nargs="*", type=Path)
     options = parser.parse_args(arguments)

@@ -20,12 +20,17 @@ KERNEL = {
 CELL_METADATA = ("mystnb", "tags")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOT_COMPARED = {"nbval-ignore-output", "nbval-skip"}
-NOT_COMPARED_COMMENT = re.compile(r"#\s*(NBVAL_IGNORE_OUTPUT|NBVAL_SKIP|PYTEST_VALIDATE_IGNORE_OUTPUT)\b")
+NOT_COMPARED_COMMENT = re.compile(
+    r"#\s*(NBVAL_IGNORE_OUTPUT|NBVAL_SKIP|PYTEST_VALIDATE_IGNORE_OUTPUT)\b"
+)
 EMBEDDED = re.compile(r"base64,[A-Za-z0-9+/=\s]+")
-ABSOLUTE = re.compile(r"(?<![\w./:-])/(?:home|Users|root|tmp|private|usr|opt|var|mnt)/|\b[A-Z]:\\Users\\|file:///")
+ABSOLUTE = re.compile(
+    r"(?<![\w./:-])/(?:home|Users|root|tmp|private|usr|opt|var|mnt)/"
+    r"|\b[A-Z]:\\Users\\|file:///"
+)
 
 
-# ---- the normal form ------------------------------------------------------------------------------
+# ---- the normal form -----------------------------------------------------------------------------
 
 
 def read(text):
@@ -51,7 +56,7 @@ def normalise(notebook):
         if not cell.get("id"):
             cell.id = _free_id(number, taken)
         cell.source = "".join(cell.source).rstrip()
-        cell.metadata = nbformat.from_dict({k: v for k, v in cell.metadata.items() if k in CELL_METADATA})
+        cell.metadata = _only(cell.metadata, CELL_METADATA)
         if cell.cell_type == "code":
             cell.outputs = _normal_outputs(cell.outputs)
     return notebook
@@ -64,8 +69,12 @@ def _free_id(number, taken):
     return f"cell-{number}"
 
 
+def _only(metadata, names):
+    return nbformat.from_dict({k: v for k, v in metadata.items() if k in names})
+
+
 def _normal_outputs(outputs):
-    """One stream per name; no widget state; the size of pictures as the only metadata; no tracebacks."""
+    """One stream per name; no widget state; of metadata the size of pictures; no tracebacks."""
     kept, streams = [], {}
     for output in outputs:
         if output.output_type == "stream":
@@ -78,12 +87,12 @@ def _normal_outputs(outputs):
             output.traceback = [f"{output.ename}: {output.evalue}"]
         else:
             output.data.pop(WIDGET, None)
-            output.metadata = nbformat.from_dict({k: v for k, v in output.metadata.items() if k == "image/png"})
+            output.metadata = _only(output.metadata, ("image/png",))
         kept.append(output)
     return kept
 
 
-# ---- the rules ------------------------------------------------------------------------------------
+# ---- the rules -----------------------------------------------------------------------------------
 
 
 def problems(path):
@@ -97,7 +106,8 @@ def problems(path):
     found += _run_problems(code) + _picture_problems(code) + _path_problems(notebook)
     exempt, allowed = sum(map(_is_exempt, code)), max(3, math.floor(0.2 * len(code)))
     if exempt > allowed:
-        found.append(f"exempts {exempt} of {len(code)} code cells from comparison; {allowed} are allowed")
+        count = f"{exempt} of {len(code)} code cells"
+        found.append(f"exempts {count} from comparison; {allowed} are allowed")
     return found
 
 
@@ -118,7 +128,8 @@ def _picture_problems(code):
         mimes = {mime for output in cell.outputs for mime in output.get("data", {})}
         alt = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
         if any(mime.startswith("image/") for mime in mimes) and not alt.strip():
-            found.append(f"code cell {number} draws a picture and has no alt text (metadata mystnb.image.alt)")
+            lacks = "no alt text (metadata mystnb.image.alt)"
+            found.append(f"code cell {number} draws a picture and has {lacks}")
     return found
 
 

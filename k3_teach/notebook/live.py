@@ -1,10 +1,11 @@
-"""Figures that move without a kernel: every stop is computed when the cell runs, and stored as the marks to draw.
+"""Figures that move without a kernel: a cell computes every stop and stores the marks to draw.
 
     live(lambda bias: draw.bars(...), bias=[0, 0.1, 0.2], alt="What the picture shows.")
 
-The output is HTML with its data and a small script, so it works in the built page, in JupyterLab, Notebook, VS Code and
-Colab, on a phone, and with no network. Where scripts do not run, the first stop is shown as a still. With a kernel,
-`kernel=True` adds a widget whose sliders take any value between the stops.
+The output is HTML with its data and a small script, so it works in the built page, in JupyterLab,
+Notebook, VS Code and Colab, on a phone, and with no network. Where scripts do not run, the first
+stop is shown as a still. With a kernel, `kernel=True` adds a widget whose sliders take any value
+between the stops.
 """
 
 import base64
@@ -22,38 +23,56 @@ STILL = "A still picture: run this cell, or open the page of the book, to move i
 
 
 class Live:
-    """What `live` returns. `frame(name=value, ...)` is the Drawing at a stop, for tests and for assertions."""
+    """What `live` returns. `frame(name=value, ...)` is the Drawing at a stop, for assertions."""
 
-    def __init__(self, fn, alt: str, controls: dict[str, list], start: dict, steps: str | None, kernel: bool):
+    def __init__(self, fn, alt: str, controls: dict[str, list], start: dict, steps: str | None,
+                 kernel: bool):
         self.fn, self.alt, self.controls, self.kernel = fn, alt, controls, kernel
         self.start = {name: start.get(name, 0) for name in controls}
         self.steps = steps
-        self.drawings = {stop: _checked(fn(**dict(zip(controls, stop)))) for stop in itertools.product(*controls.values())}
+        stops = itertools.product(*controls.values())
+        self.drawings = {stop: _checked(fn(**dict(zip(controls, stop)))) for stop in stops}
 
     def frame(self, **values) -> Drawing:
         return self.drawings[tuple(values[name] for name in self.controls)]
 
     @property
     def first(self) -> Drawing:
-        return self.frame(**{name: values[self.start[name]] for name, values in self.controls.items()})
+        start = {name: values[self.start[name]] for name, values in self.controls.items()}
+        return self.frame(**start)
 
     def data(self) -> dict:
-        """What the script needs: controls, a table of all different marks, and for each stop the rows of the table."""
+        """What the script needs: controls, a table of all different marks, and each stop's rows."""
         table: dict[str, int] = {}
         row = lambda mark: table.setdefault(json.dumps(mark, ensure_ascii=False), len(table))
-        frames = [{"height": round(d.height, 1), "marks": [row(m) for m in d.marks], "says": d.says} for d in self.drawings.values()]
-        controls = [{"label": name.replace("_", " "), "values": [v if isinstance(v, str) else number(v, 4) for v in values],
-                     "start": self.start[name], "steps": name == self.steps} for name, values in self.controls.items()]
-        return {"alt": self.alt, "controls": controls, "frames": frames, "marks": [json.loads(m) for m in table], "width": WIDTH}
+        frames = [
+            {"height": round(d.height, 1), "marks": [row(m) for m in d.marks], "says": d.says}
+            for d in self.drawings.values()
+        ]
+        return {
+            "alt": self.alt,
+            "controls": [self._control_data(name) for name in self.controls],
+            "frames": frames,
+            "marks": [json.loads(m) for m in table],
+            "width": WIDTH,
+        }
+
+    def _control_data(self, name: str) -> dict:
+        words = [v if isinstance(v, str) else number(v, 4) for v in self.controls[name]]
+        label, steps = name.replace("_", " "), name == self.steps
+        return {"label": label, "values": words, "start": self.start[name], "steps": steps}
 
     def to_html(self) -> str:
-        data = json.dumps(self.data(), separators=(",", ":"), sort_keys=True, ensure_ascii=False).replace("<", "\\u003c")
+        compact = {"separators": (",", ":"), "sort_keys": True, "ensure_ascii": False}
+        data = json.dumps(self.data(), **compact).replace("<", "\\u003c")
+        alt = escape(self.alt + " " + self.first.says, quote=True)
         still = base64.b64encode(self.first.svg().encode()).decode()
         colours = ";".join(f"--k3-{name}:{value}" for name, value in COLOURS.items())
         return (f'<div class="k3-live" style="{colours}"><style>{STYLE}</style>'
-                f'<div class="k3-picture"><img alt="{escape(self.alt + " " + self.first.says, quote=True)}" '
+                f'<div class="k3-picture"><img alt="{alt}" '
                 f'src="data:image/svg+xml;base64,{still}"></div>'
-                f'<div class="k3-controls"><em>{STILL}</em></div><div class="k3-words" aria-live="polite"></div>'
+                f'<div class="k3-controls"><em>{STILL}</em></div>'
+                f'<div class="k3-words" aria-live="polite"></div>'
                 f'<script type="application/json">{data}</script><script>{SCRIPT}</script></div>')
 
     def __repr__(self) -> str:
@@ -73,12 +92,16 @@ class Live:
         """Sliders that compute `fn` at any value; the stored notebook keeps the HTML only."""
         import ipywidgets as widgets
 
-        controls = {name: _control(widgets, name, values, self.start[name]) for name, values in self.controls.items()}
+        controls = {
+            name: _control(widgets, name, values, self.start[name])
+            for name, values in self.controls.items()
+        }
         picture = widgets.HTML()
 
         def update(_=None):
             drawing = self.fn(**{name: control.value for name, control in controls.items()})
-            picture.value = f'<div style="max-width:{WIDTH * 1.4:g}px">{drawing.svg()}<p>{escape(drawing.says)}</p></div>'
+            shown = f"{drawing.svg()}<p>{escape(drawing.says)}</p>"
+            picture.value = f'<div style="max-width:{WIDTH * 1.4:g}px">{shown}</div>'
 
         for control in controls.values():
             control.observe(update, "value")
@@ -86,12 +109,14 @@ class Live:
         return widgets.VBox([*controls.values(), picture])
 
 
-def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None, kernel: bool = False, **controls) -> Live:
-    """A live figure of `fn(**controls)`, a function of the package's own code that returns a Drawing.
+def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
+         kernel: bool = False, **controls) -> Live:
+    """A live figure of `fn(**controls)`, a function of the package's code that returns a Drawing.
 
-    controls: name -> the values at its stops; all combinations are computed now. `start`: name -> index of the first stop
-    shown. `steps`: the control that gets "back" and "next" buttons in place of a slider. `alt`: what the picture shows,
-    whatever the stop; the drawing adds what it shows at this one. ValueError names what is wrong.
+    controls: name -> the values at its stops; all combinations are computed now. `start`: name ->
+    index of the first stop shown. `steps`: the control that gets "back" and "next" buttons in place
+    of a slider. `alt`: what the picture shows, whatever the stop; the drawing adds what it shows at
+    this one. ValueError names what is wrong.
     """
     controls = {name: list(values) for name, values in controls.items()}
     if not alt.strip() or not controls:
@@ -103,23 +128,28 @@ def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None, k
             raise ValueError(f"control {name} has {len(values)} values; it must have at least two")
     if stops > MOST_STOPS:
         raise ValueError(f"the controls make {stops} stops; at most {MOST_STOPS} are stored")
+    names = ", ".join(controls)
     for name, index in (start or {}).items():
         if name not in controls or not 0 <= index < len(controls[name]):
-            raise ValueError(f"start[{name!r}] is {index}; it must be the index of a stop of one of {', '.join(controls)}")
+            allowed = f"the index of a stop of one of {names}"
+            raise ValueError(f"start[{name!r}] is {index}; it must be {allowed}")
     if steps is not None and steps not in controls:
-        raise ValueError(f"steps is {steps!r}; it must be one of {', '.join(controls)}")
+        raise ValueError(f"steps is {steps!r}; it must be one of {names}")
     return Live(fn, alt, controls, start or {}, steps, kernel)
 
 
 def _checked(drawing) -> Drawing:
     if not isinstance(drawing, Drawing):
-        raise ValueError(f"the function of a live figure must return a Drawing, not {type(drawing).__name__}")
+        kind = type(drawing).__name__
+        raise ValueError(f"the function of a live figure must return a Drawing, not {kind}")
     return drawing
 
 
 def _control(widgets, name: str, values: list, start: int):
+    shared = {"value": values[start], "description": name}
     if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values):
-        whole = all(isinstance(v, int) for v in values)
-        kind, step = (widgets.IntSlider, 1) if whole else (widgets.FloatSlider, (max(values) - min(values)) / 200)
-        return kind(value=values[start], min=min(values), max=max(values), step=step, description=name)
-    return widgets.SelectionSlider(options=values, value=values[start], description=name)
+        low, high = min(values), max(values)
+        if all(isinstance(v, int) for v in values):
+            return widgets.IntSlider(min=low, max=high, step=1, **shared)
+        return widgets.FloatSlider(min=low, max=high, step=(high - low) / 200, **shared)
+    return widgets.SelectionSlider(options=values, **shared)

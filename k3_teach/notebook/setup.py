@@ -36,7 +36,7 @@ def _repeatable_numbers(seed):
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # one order of summation
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for on a GPU by the next line
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a GPU needs it for the next line
     torch.use_deterministic_algorithms(True)
 
 
@@ -62,7 +62,8 @@ def _figures():
 def _figure_style():
     from cycler import cycler
 
-    ink = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
+    axes = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor")
+    ink = (*axes, "text.color", "xtick.color", "ytick.color")
     return {
         **dict.fromkeys(ink, INK),
         "axes.prop_cycle": cycler(color=list(PALETTE.values())),

@@ -28,7 +28,8 @@ def show_source(*objects):
 def _place(obj):
     path = Path(inspect.getsourcefile(inspect.unwrap(obj))).resolve()
     if not path.is_relative_to(ROOT):
-        raise ValueError(f"show_source shows this repository's code only; {obj!r} comes from elsewhere")
+        only = "show_source shows this repository's code only"
+        raise ValueError(f"{only}; {obj!r} comes from elsewhere")
     return f"{path.relative_to(ROOT).as_posix()}: {obj.__qualname__}"
 
 

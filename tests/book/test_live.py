@@ -140,3 +140,22 @@ def test_moving_a_control_by_keyboard_changes_picture_and_words(tmp_path, width,
         assert not errors
         assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         browser.close()
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG contrast of two #rrggbb colours."""
+    def luminance(colour):
+        parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    x, y = sorted((luminance(a), luminance(b)), reverse=True)
+    return (x + 0.05) / (y + 0.05)
+
+
+def test_words_in_live_figures_have_contrast_on_both_pages():
+    """4.5:1 for the inks of small words on the light page (grey) and on the dark one (all colours)."""
+    from k3_teach.notebook.live import STYLE
+    light = re.search(r"\.k3-live\{--k3-ink:(#\w{6})", STYLE)[1]
+    dark = dict(re.findall(r"--k3-(\w+):(#\w{6})!important", STYLE.split("data-theme")[1]))
+    assert contrast(light, "#ffffff") > 4.5
+    assert set(dark) >= {"ink", "blue", "rust"} and all(contrast(c, "#121212") > 4.5 for c in dark.values())

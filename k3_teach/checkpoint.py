@@ -51,9 +51,11 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
     """The model in `folder`, in evaluation mode.
 
     dtype None: that of the stored embedding. Parameters that the release keeps in float32
-    are kept so. Raises ConfigError; CheckpointError for files that cannot be read, and for
-    tensors that do not fit, listing every missing, extra and misshapen one.
+    are kept so. InputError for a dtype that no model has; ConfigError; CheckpointError for
+    files that cannot be read, and for tensors that do not fit, listing every missing,
+    extra and misshapen one.
     """
+    check_dtype(dtype)
     folder = Path(folder)
     config = K3Config.from_json(folder)
     stored = _Stored(folder)
@@ -65,8 +67,7 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
     problems += [f"misshapen: {n} is {shape}, the configuration wants {wanted}"
                  for n, shape, wanted in _misshapen(places, stored)]
     _raise_if(problems, folder)
-    dtype = dtype or stored.dtype("model.embed_tokens.weight")
-    check_dtype(dtype)
+    dtype = dtype or FLOATS.get(stored.kind("model.embed_tokens.weight"), torch.float32)
     model.to(dtype).to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
@@ -131,12 +132,12 @@ class _Stored:
         f, stored = self.files[name]
         return f.get_tensor(stored)
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype as it is stored; float32 for MXFP4."""
+    def kind(self, name: str) -> str:
+        """The dtype by the name that safetensors gives it, or "MXFP4"."""
         if name not in self.files:
-            return torch.float32
+            return "MXFP4"
         f, stored = self.files[name]
-        return FLOATS.get(f.get_slice(stored).get_dtype(), torch.uint8)
+        return f.get_slice(stored).get_dtype()
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """The tensor; `dtype` is what MXFP4 is decoded to."""
@@ -185,8 +186,8 @@ def _misshapen(places, stored: _Stored):
         padded = name.endswith(".A_log") and prod(shape) >= wanted[0]
         if shape != wanted and not padded:
             yield name, shape, wanted
-        elif not stored.dtype(name).is_floating_point:
-            yield name, stored.dtype(name), "floating-point numbers"
+        elif stored.kind(name) not in (*FLOATS, "MXFP4"):
+            yield name, stored.kind(name), f"one of {', '.join(FLOATS)} or MXFP4"
         if f"{name}_packed" in stored.shapes:
             scale = stored.shapes.get(f"{name}_scale")
             wanted = [*wanted[:-1], wanted[-1] // mxfp4.BLOCK]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from k3_teach.errors import ConfigError
-from k3_teach.mxfp4 import BLOCK as MXFP4_GROUP  # for those who count bytes
 from k3_teach.validate import validate
 
 MODEL_TYPE = ("model_type", "kimi_linear")  # as the release has it
@@ -264,9 +263,9 @@ def _linear_attn(data, extra: dict, num_layers) -> LinearAttnConfig:
     kda = known.setdefault("kda_layers", [])
     if not kda:
         known = {"num_heads": 1, "head_dim": 1} | known
-    if isinstance(kda, list) and isinstance(num_layers, int) and num_layers < 10 ** 6:
-        mla = [i for i in range(1, num_layers + 1) if i not in kda]
-        known.setdefault("full_attn_layers", mla)
+    countable = isinstance(kda, list) and isinstance(num_layers, int) and num_layers < 10 ** 4
+    if "full_attn_layers" not in known and countable:
+        known["full_attn_layers"] = [i for i in range(1, num_layers + 1) if i not in kda]
     required = {"full_attn_layers", "num_heads", "head_dim"}
     missing = sorted(required - set(known))
     if missing:

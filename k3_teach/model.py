@@ -217,7 +217,7 @@ class K3Model(nn.Module):
     def _run(self, ids, mask, states, return_trace):
         trace = {} if return_trace else None
         x = self.embed_tokens(ids)                              # [B, T, d]
-        if mask is not None:
+        if mask is not None:        # padding is 0 in every layer, whatever its embedding
             x = x.masked_fill(~mask[:, -ids.shape[1]:, None], 0)
         blocks = self.config.attn_res_block_size is not None
         stream = BlockStream(x, self.config.rms_norm_eps) if blocks else PlainStream(x)

@@ -243,10 +243,10 @@ def test_an_interrupted_swap_is_finished(tmp_path, monkeypatch, at):
     assert not list(tmp_path.glob(".saving-*"))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64])
-def test_weights_are_floating_point(folder, dtype):
+@pytest.mark.parametrize("dtype, name", [(torch.int64, "I64"), (torch.bool, "BOOL"), (torch.uint8, "U8"), (torch.complex64, "C64")])
+def test_weights_are_floating_point(folder, dtype, name):
     edit(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(dtype)}))
-    refused(folder, "misshapen: model.norm.weight is torch.uint8, the configuration wants floating-point numbers")
+    refused(folder, f"misshapen: model.norm.weight is {name}, the configuration wants one of F64, F32, BF16, F16 or MXFP4")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn, "float32"])

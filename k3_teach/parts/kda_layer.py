@@ -105,8 +105,8 @@ class KDA(KeepFloat32, nn.Module):
     """The layer (Kimi K3 report, section 2.1): x [B,T,d] -> [B,T,d].
 
     `state` (a KDAState) keeps a K x V matrix per head and W-1 inputs per convolution,
-    however long the text. `mask` [B,S] over the S tokens so far is False at padding.
-    Padding on the left writes nothing; what it writes on the right, no token reads.
+    however long the text. `mask` [B,S] over the S tokens so far is False at padding,
+    which neither writes to the state nor lets it decay.
     Into the trace go g [B,T,H,K], beta [B,T,H], state [B,H,K,V].
 
     `gate_lower_bound` None: the softplus gate. `full_rank_gate` False: the output gate

@@ -7,7 +7,8 @@ independent route.
 
 from dataclasses import dataclass
 
-from k3_teach.config import MXFP4_GROUP, K3Config
+from k3_teach.config import K3Config
+from k3_teach.mxfp4 import BLOCK
 
 # The released checkpoint also holds an image encoder and a projector into the text model,
 # all of it in bfloat16.
@@ -122,7 +123,7 @@ def checkpoint_bytes(c: K3Config, vision: bool = True) -> dict[str, int]:
     bfloat16 = total_parameters(c) - mxfp4 - float32
     if vision:
         bfloat16 += VISION_TOWER + PROJECTOR
-    out = {"mxfp4": mxfp4 // 2, "scales": mxfp4 // MXFP4_GROUP,
+    out = {"mxfp4": mxfp4 // 2, "scales": mxfp4 // BLOCK,
            "bfloat16": 2 * bfloat16, "float32": 4 * (float32 + padding)}
     return out | {"total": sum(out.values())}
 

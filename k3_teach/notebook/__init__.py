@@ -1,8 +1,11 @@
-"""What the chapters use: set-up, the package's code, live figures, the tool that executes them."""
+"""What the chapters use: set-up, the package's code, live figures, exercises, the tool that runs them."""
 
 from . import draw
-from .live import live
-from .setup import INK, PALETTE, setup
+from .exercise import check
+from .live import live, picture
+from .model_map import here, live_map
+from .palette import INK, PALETTE
+from .setup import setup
 from .source import show_source
 
-__all__ = ["INK", "PALETTE", "draw", "live", "setup", "show_source"]
+__all__ = ["INK", "PALETTE", "check", "draw", "here", "live", "live_map", "picture", "setup", "show_source"]

@@ -28,6 +28,13 @@ ABSOLUTE = re.compile(
     r"(?<![\w./:-])/(?:home|Users|root|tmp|private|usr|opt|var|mnt)/"
     r"|\b[A-Z]:\\Users\\|file:///"
 )
+# How the first code cell of every chapter begins, so that it also runs where only the notebook is.
+INSTALL = """\
+try:
+    import k3_teach
+except ImportError:  # on Colab, say
+    %pip install -q "k3_teach[notebook] @ git+https://github.com/k3-teach/k3-teach"
+"""
 
 
 # ---- the normal form -----------------------------------------------------------------------------
@@ -104,6 +111,9 @@ def problems(path):
     if len(text.encode()) >= MAX_BYTES:
         found.append(f"is {len(text.encode()):,} bytes; less than {MAX_BYTES:,} are allowed")
     found += _run_problems(code) + _picture_problems(code) + _path_problems(notebook)
+    found += _exercise_problems(code)
+    if code and not code[0].source.startswith(INSTALL):
+        found.append("does not begin with form.INSTALL in its first code cell")
     exempt, allowed = sum(map(_is_exempt, code)), max(3, math.floor(0.2 * len(code)))
     if exempt > allowed:
         count = f"{exempt} of {len(code)} code cells"
@@ -130,7 +140,41 @@ def _picture_problems(code):
         if any(mime.startswith("image/") for mime in mimes) and not alt.strip():
             lacks = "no alt text (metadata mystnb.image.alt)"
             found.append(f"code cell {number} draws a picture and has {lacks}")
+        if _is_exempt(cell) and "k3-live" in "".join(_strings(cell.get("outputs", []))):
+            found.append(f"code cell {number} has a live figure and is exempt from comparison")
     return found
+
+
+def _exercise_problems(code):
+    """A stub says how long an answer is and fails its check; a solution is folded and passes."""
+    found, open_stub = [], None
+    for number, cell in enumerate(code, start=1):
+        if "exercise" in _tags(cell):
+            if open_stub:
+                found.append(f"the exercise in code cell {open_stub} has no solution")
+            open_stub = number
+            if "..." not in cell.source or not re.search(r"# about \d+ lines?\b", cell.source):
+                lacks = "a stub `...` and a comment `# about N lines`"
+                found.append(f"the exercise in code cell {number} lacks {lacks}")
+            if not _verdict(cell).startswith("Not done yet"):
+                found.append(f"the stub in code cell {number} does not fail its check")
+        elif "solution" in _tags(cell):
+            if not open_stub:
+                found.append(f"the solution in code cell {number} has no exercise before it")
+            open_stub = None
+            if "hide-cell" not in _tags(cell):
+                found.append(f"the solution in code cell {number} is not folded (tag hide-cell)")
+            if not _verdict(cell).startswith("Right"):
+                found.append(f"the solution in code cell {number} does not pass its check")
+    if open_stub:
+        found.append(f"the exercise in code cell {open_stub} has no solution")
+    return found
+
+
+def _verdict(cell):
+    """What the check at the end of a cell says."""
+    texts = [output.data.get("text/plain", "") for output in cell.outputs if "data" in output]
+    return "".join(texts[-1]) if texts else ""
 
 
 def _path_problems(notebook):

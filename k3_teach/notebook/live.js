@@ -9,6 +9,7 @@
   var picture = root.querySelector(".k3-picture"), panel = root.querySelector(".k3-controls");
   var words = root.querySelector(".k3-words"), NS = "http://www.w3.org/2000/svg";
   var stops = data.controls.map(function (c) { return c.start; });
+  var setters = []; // of each control: shows that it stands at its stop
 
   function make(name, attributes, parent) {
     var e = document.createElementNS(NS, name);
@@ -24,6 +25,11 @@
     dot: function (v, g) { make("circle", { cx: v[1], cy: v[2], r: v[3], fill: colour(v[4]) }, g); },
     text: function (v, g) {
       make("text", { x: v[1], y: v[2], "text-anchor": v[4], fill: colour(v[5]), "font-size": v[6], "font-weight": v[7] ? 600 : 400 }, g).textContent = v[3];
+    },
+    link: function (v, g) { // a chapter that is not there yet has no address
+      var a = v[1] ? make("a", { href: v[1], "aria-label": v[2] }, g) : make("g", {}, g);
+      make("title", {}, a).textContent = v[1] ? v[2] : v[2] + " (a chapter to come)";
+      v[3].forEach(function (mark) { draw[mark[0]](mark, a); });
     }
   };
   function current() {
@@ -33,12 +39,21 @@
   }
   function show() {
     var frame = current(), svg = document.createElementNS(NS, "svg");
+    var marks = frame.marks.map(function (i) { return data.marks[i]; });
+    var links = marks.some(function (mark) { return mark[0] === "link" && mark[1]; });
     svg.setAttribute("viewBox", "0 0 " + data.width + " " + frame.height);
-    svg.setAttribute("role", "img");
+    svg.setAttribute("role", links ? "group" : "img"); // what is inside an img cannot be reached
     svg.setAttribute("aria-label", data.alt + " " + frame.says);
-    frame.marks.forEach(function (i) { draw[data.marks[i][0]](data.marks[i], svg); });
+    marks.forEach(function (mark) { draw[mark[0]](mark, svg); });
     picture.replaceChildren(svg);
-    words.textContent = frame.says;
+    words.textContent = data.controls.length ? frame.says : "";
+  }
+  function moveTo(i, stop) {
+    stop = Math.min(Math.max(stop, 0), data.controls[i].values.length - 1);
+    if (stop === stops[i]) return;
+    stops[i] = stop;
+    setters[i]();
+    show();
   }
   // JupyterLab and Notebook listen for keys and clicks on the cells around: keep ours to ourselves.
   function quiet(e) { ["keydown", "mousedown", "pointerdown", "focusin"].forEach(function (t) { e.addEventListener(t, function (ev) { ev.stopPropagation(); }); }); }
@@ -49,19 +64,17 @@
     return e;
   }
   function slider(c, i) {
-    var label = element("label", "k3-control", panel), value;
+    var label = element("label", "k3-control", panel);
     element("span", "k3-name", label).textContent = c.label;
-    var input = element("input", "", label);
-    input.type = "range"; input.min = 0; input.max = c.values.length - 1; input.step = 1; input.value = c.start;
-    value = element("output", "k3-value", label);
-    function moved() {
-      stops[i] = +input.value;
+    var input = element("input", "", label), value = element("output", "k3-value", label);
+    input.type = "range"; input.min = 0; input.max = c.values.length - 1; input.step = 1;
+    input.addEventListener("input", function () { moveTo(i, +input.value); });
+    quiet(input);
+    return function () {
+      input.value = stops[i];
       value.textContent = c.values[stops[i]];
       input.setAttribute("aria-valuetext", c.label + " " + c.values[stops[i]]);
-      show();
-    }
-    input.addEventListener("input", moved); quiet(input);
-    moved();
+    };
   }
   function steps(c, i) {
     var group = element("div", "k3-steps", panel);
@@ -69,24 +82,35 @@
     var back = element("button", "", group), at = element("span", "k3-value", group), next = element("button", "", group);
     back.type = next.type = "button"; back.textContent = "← back"; next.textContent = "next →";
     at.setAttribute("aria-live", "polite");
-    function moved() {
-      back.disabled = stops[i] === 0; next.disabled = stops[i] === c.values.length - 1;
-      at.textContent = (stops[i] + 1) + "/" + c.values.length + " " + c.values[stops[i]];
-      show();
-    }
-    function go(by) {
-      stops[i] = Math.min(Math.max(stops[i] + by, 0), c.values.length - 1);
-      moved();
-    }
-    back.addEventListener("click", function () { go(-1); });
-    next.addEventListener("click", function () { go(1); });
+    back.addEventListener("click", function () { moveTo(i, stops[i] - 1); });
+    next.addEventListener("click", function () { moveTo(i, stops[i] + 1); });
     group.addEventListener("keydown", function (e) {
-      if (e.key === "ArrowLeft") { go(-1); e.preventDefault(); }
-      if (e.key === "ArrowRight") { go(1); e.preventDefault(); }
+      var by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+      if (by) { moveTo(i, stops[i] + by); e.preventDefault(); }
     });
     quiet(group);
-    moved();
+    return function () {
+      // aria-disabled, not disabled: a button that vanished from under the keyboard would lose the focus
+      back.setAttribute("aria-disabled", stops[i] === 0);
+      next.setAttribute("aria-disabled", stops[i] === c.values.length - 1);
+      at.textContent = (stops[i] + 1) + "/" + c.values.length + " " + c.values[stops[i]];
+    };
+  }
+  function pick(p) { // pointing at a part of the picture moves a control: over it with a mouse, on it with a finger
+    function point(e) {
+      var svg = picture.firstElementChild, box = svg.getBoundingClientRect(), scale = data.width / box.width;
+      var x = (e.clientX - box.left) * scale, y = (e.clientY - box.top) * scale, n = data.controls[p.control].values.length;
+      if (x < p.box[0] || x >= p.box[2] || y < p.box[1] || y > p.box[3]) return;
+      moveTo(p.control, Math.floor(n * (x - p.box[0]) / (p.box[2] - p.box[0])));
+    }
+    picture.classList.add("k3-pick");
+    picture.addEventListener("pointermove", point);
+    picture.addEventListener("pointerdown", point);
+    quiet(picture);
   }
   panel.replaceChildren();
-  data.controls.forEach(function (c, i) { (c.steps ? steps : slider)(c, i); });
+  data.controls.forEach(function (c, i) { setters.push((c.steps ? steps : slider)(c, i)); });
+  setters.forEach(function (set) { set(); });
+  if (data.pick) pick(data.pick);
+  show();
 })();

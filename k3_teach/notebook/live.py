@@ -1,6 +1,7 @@
 """Figures that move without a kernel: a cell computes every stop and stores the marks to draw.
 
     live(lambda bias: draw.bars(...), bias=[0, 0.1, 0.2], alt="What the picture shows.")
+    picture(draw.blocks(...), alt="A picture without controls, drawn in the same way.")
 
 The output is HTML with its data and a small script, so it works in the built page, in JupyterLab,
 Notebook, VS Code and Colab, on a phone, and with no network. Where scripts do not run, the first
@@ -14,10 +15,16 @@ import json
 from html import escape
 from pathlib import Path
 
-from .draw import COLOURS, WIDTH, Drawing, number
+from .draw import WIDTH, Drawing, number
+from .palette import DARK, LIGHT, tokens
 
 SCRIPT = Path(__file__).with_name("live.js").read_text(encoding="utf-8")
-STYLE = Path(__file__).with_name("live.css").read_text(encoding="utf-8")
+# Dark pages: the book's, JupyterLab's and Notebook's, VS Code's, Colab's.
+ON_DARK = ('html[data-theme="dark"]', '[data-jp-theme-light="false"]', ".vscode-dark",
+           "html[theme=dark]")
+STYLE = (f".k3-live{{{tokens(LIGHT)}}}"
+         + ",".join(f"{dark} .k3-live" for dark in ON_DARK) + f"{{{tokens(DARK)}}}\n"
+         + Path(__file__).with_name("live.css").read_text(encoding="utf-8"))
 MOST_STOPS = 2000
 STILL = "A still picture: run this cell, or open the page of the book, to move it."
 
@@ -25,11 +32,11 @@ STILL = "A still picture: run this cell, or open the page of the book, to move i
 class Live:
     """What `live` returns. `frame(name=value, ...)` is the Drawing at a stop, for assertions."""
 
-    def __init__(self, fn, alt: str, controls: dict[str, list], start: dict, steps: str | None,
-                 kernel: bool):
+    def __init__(self, fn, alt: str, controls: dict[str, list], start: dict, steps: str | None = None,
+                 pick: dict | None = None, kernel: bool = False):
         self.fn, self.alt, self.controls, self.kernel = fn, alt, controls, kernel
         self.start = {name: start.get(name, 0) for name in controls}
-        self.steps = steps
+        self.steps, self.pick = steps, pick
         stops = itertools.product(*controls.values())
         self.drawings = {stop: _checked(fn(**dict(zip(controls, stop)))) for stop in stops}
 
@@ -49,13 +56,16 @@ class Live:
             {"height": round(d.height, 1), "marks": [row(m) for m in d.marks], "says": d.says}
             for d in self.drawings.values()
         ]
-        return {
+        data = {
             "alt": self.alt,
             "controls": [self._control_data(name) for name in self.controls],
             "frames": frames,
             "marks": [json.loads(m) for m in table],
             "width": WIDTH,
         }
+        for name, box in (self.pick or {}).items():
+            data["pick"] = {"control": list(self.controls).index(name), "box": list(box)}
+        return data
 
     def _control_data(self, name: str) -> dict:
         words = [v if isinstance(v, str) else number(v, 4) for v in self.controls[name]]
@@ -67,17 +77,17 @@ class Live:
         data = json.dumps(self.data(), **compact).replace("<", "\\u003c")
         alt = escape(self.alt + " " + self.first.says, quote=True)
         still = base64.b64encode(self.first.svg().encode()).decode()
-        colours = ";".join(f"--k3-{name}:{value}" for name, value in COLOURS.items())
-        return (f'<div class="k3-live" style="{colours}"><style>{STYLE}</style>'
+        hint = f"<em>{STILL}</em>" if self.controls else ""
+        return (f'<div class="k3-live"><style>{STYLE}</style>'
                 f'<div class="k3-picture"><img alt="{alt}" '
                 f'src="data:image/svg+xml;base64,{still}"></div>'
-                f'<div class="k3-controls"><em>{STILL}</em></div>'
+                f'<div class="k3-controls">{hint}</div>'
                 f'<div class="k3-words" aria-live="polite"></div>'
                 f'<script type="application/json">{data}</script><script>{SCRIPT}</script></div>')
 
     def __repr__(self) -> str:
         stops = ", ".join(f"{name}: {len(values)} stops" for name, values in self.controls.items())
-        return f"<live figure; {stops}>"
+        return f"<live figure; {stops}>" if stops else "<picture>"
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         bundle = {"text/html": self.to_html(), "text/plain": repr(self)}
@@ -101,7 +111,8 @@ class Live:
         def update(_=None):
             drawing = self.fn(**{name: control.value for name, control in controls.items()})
             shown = f"{drawing.svg()}<p>{escape(drawing.says)}</p>"
-            picture.value = f'<div style="max-width:{WIDTH * 1.4:g}px">{shown}</div>'
+            look = f"max-width:{WIDTH * 1.4:g}px;background:#fff;color:#000"
+            picture.value = f'<div style="{look}">{shown}</div>'
 
         for control in controls.values():
             control.observe(update, "value")
@@ -110,13 +121,14 @@ class Live:
 
 
 def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
-         kernel: bool = False, **controls) -> Live:
+         pick: dict | None = None, kernel: bool = False, **controls) -> Live:
     """A live figure of `fn(**controls)`, a function of the package's code that returns a Drawing.
 
     controls: name -> the values at its stops; all combinations are computed now. `start`: name ->
     index of the first stop shown. `steps`: the control that gets "back" and "next" buttons in place
-    of a slider. `alt`: what the picture shows, whatever the stop; the drawing adds what it shows at
-    this one. ValueError names what is wrong.
+    of a slider. `pick`: {control: (x0, y0, x1, y1)}, a part of the picture that moves this control
+    when it is pointed at: its width is divided among the stops. `alt`: what the picture shows,
+    whatever the stop; the drawing adds what it shows at this one. ValueError names what is wrong.
     """
     controls = {name: list(values) for name, values in controls.items()}
     if not alt.strip() or not controls:
@@ -135,7 +147,16 @@ def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
             raise ValueError(f"start[{name!r}] is {index}; it must be {allowed}")
     if steps is not None and steps not in controls:
         raise ValueError(f"steps is {steps!r}; it must be one of {names}")
-    return Live(fn, alt, controls, start or {}, steps, kernel)
+    if pick is not None and (len(pick) != 1 or not set(pick) <= set(controls)):
+        raise ValueError(f"pick is {pick!r}; it must name one of {names} and its part of the picture")
+    return Live(fn, alt, controls, start or {}, steps, pick, kernel)
+
+
+def picture(drawing: Drawing, *, alt: str) -> Live:
+    """A drawing that does not move, in the colours of the page around it."""
+    if not alt.strip():
+        raise ValueError("a picture needs alt, the text alternative")
+    return Live(lambda: drawing, alt, {}, {})
 
 
 def _checked(drawing) -> Drawing:

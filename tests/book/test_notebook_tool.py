@@ -12,8 +12,8 @@ ALT = {"mystnb": {"image": {"alt": "A rising line."}}}
 
 
 def notebook(*cells):
-    """A notebook that looks as if it had been run from top to bottom."""
-    result = new_notebook(cells=list(cells))
+    """A notebook that looks as if it had been run from top to bottom; it begins as it should."""
+    result = new_notebook(cells=[new_code_cell(form.INSTALL + "begin()"), *cells])
     code = [cell for cell in result.cells if cell.cell_type == "code"]
     for number, cell in enumerate(code, start=1):
         cell.execution_count = number
@@ -37,7 +37,7 @@ def executed(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "chapter.ipynb"
     cells = [
         new_markdown_cell("# A chapter"),
-        new_code_cell("from k3_teach.notebook import setup\nsetup()"),
+        new_code_cell(form.INSTALL + "\nfrom k3_teach.notebook import setup\nsetup()"),
         new_code_cell("import sys, torch, warnings\nprint(torch.rand(2, dtype=torch.float64))\n"
                       "warnings.warn('mind')\nprint('more', flush=True)"),
         new_code_cell(DRAWING, metadata=ALT | {"scrolled": True}),
@@ -62,7 +62,7 @@ def test_what_a_run_stores(executed):
     assert cells[1].outputs == []
     assert sorted(output.name for output in cells[2].outputs) == ["stderr", "stdout"]
     assert {output.name: "".join(output.text) for output in cells[2].outputs}["stderr"] == "UserWarning: mind\n"
-    assert "image/png" in cells[3].outputs[0].data and cells[3].metadata == ALT
+    assert {"image/svg+xml", "image/png"} <= set(cells[3].outputs[0].data) and cells[3].metadata == ALT
     assert cells[4].outputs[0].traceback == ["ZeroDivisionError: division by zero"]
     assert form.WIDGET not in cells[5].outputs[0].data
 
@@ -84,7 +84,7 @@ def test_a_notebook_that_fails_is_left_alone(tmp_path, capsys):
 
 
 def test_cells_without_ids_get_the_same_ones_every_time():
-    old = notebook(new_code_cell("1"), new_code_cell("2"))
+    old = notebook(new_code_cell("2"))
     for cell in old.cells:
         del cell["id"]
     stored_text = form.write(form.read(json.dumps(old)))
@@ -112,7 +112,7 @@ def test_a_cell_that_was_not_run_is_a_problem(tmp_path):
 
 def test_an_error_without_tag_is_a_problem(tmp_path):
     failed = {"outputs": [new_output("error", ename="E", evalue="no", traceback=["E: no"])]}
-    assert "code cell 1 ends in an error" in one_problem(stored(tmp_path, new_code_cell("f()", **failed)))
+    assert "code cell 2 ends in an error" in one_problem(stored(tmp_path, new_code_cell("f()", **failed)))
     tagged = new_code_cell("f()", **failed, metadata={"tags": ["raises-exception"]})
     assert form.problems(stored(tmp_path, tagged)) == []
 
@@ -137,4 +137,45 @@ def test_a_heavy_notebook_is_a_problem(tmp_path):
 def test_too_many_cells_left_out_of_the_comparison(tmp_path):
     ignored = [new_code_cell("f()", metadata={"tags": ["nbval-ignore-output"]}) for _ in range(3)]
     assert form.problems(stored(tmp_path, *ignored)) == []
-    assert "exempts 4 of 4" in one_problem(stored(tmp_path, *ignored, new_code_cell("# NBVAL_IGNORE_OUTPUT\nf()")))
+    assert "exempts 4 of 5" in one_problem(stored(tmp_path, *ignored, new_code_cell("# NBVAL_IGNORE_OUTPUT\nf()")))
+
+
+def test_a_live_figure_is_always_compared(tmp_path):
+    output = new_output("display_data", data={"text/html": '<div class="k3-live">'})
+    cell = new_code_cell("live(f)", outputs=[output], metadata={"tags": ["nbval-ignore-output"]})
+    assert "has a live figure and is exempt" in one_problem(stored(tmp_path, cell))
+
+
+def test_the_first_code_cell_must_install_the_package(tmp_path):
+    path = stored(tmp_path, new_code_cell("1"))
+    text = path.read_text(encoding="utf-8").replace("import k3_teach", "import another")
+    path.write_text(text, encoding="utf-8")
+    assert "does not begin with form.INSTALL" in one_problem(path)
+
+
+def said(words):
+    return [new_output("execute_result", data={"text/plain": words}, execution_count=1)]
+
+
+STUB = {"source": "def f(x):  # about 1 line\n    ...\ncheck(f)", "metadata": {"tags": ["exercise"]},
+        "outputs": said("Not done yet: f returns None.")}
+SOLUTION = {"source": "def f(x):\n    return x\ncheck(f)", "metadata": {"tags": ["hide-cell", "solution"]},
+            "outputs": said("Right: it agrees.")}
+
+
+def test_exercises_in_order_have_no_problems(tmp_path):
+    cells = [new_code_cell(**cell) for cell in (STUB, SOLUTION, STUB, SOLUTION)]
+    assert form.problems(stored(tmp_path, *cells)) == []
+
+
+@pytest.mark.parametrize("stub, solution, problem", [
+    (STUB | {"source": "def f(x):\n    ...\ncheck(f)"}, SOLUTION, "in code cell 2 lacks a stub"),
+    (STUB | {"outputs": said("Right: it agrees.")}, SOLUTION, "the stub in code cell 2 does not fail its check"),
+    (STUB, SOLUTION | {"outputs": said("Not yet: 5 is not it.")}, "in code cell 3 does not pass its check"),
+    (STUB, SOLUTION | {"outputs": []}, "in code cell 3 does not pass its check"),
+    (STUB, SOLUTION | {"metadata": {"tags": ["solution"]}}, "in code cell 3 is not folded"),
+    (STUB, SOLUTION | {"metadata": {}}, "the exercise in code cell 2 has no solution"),
+    (STUB | {"metadata": {}}, SOLUTION, "the solution in code cell 3 has no exercise before it"),
+])  # fmt: skip
+def test_what_is_wrong_with_an_exercise(tmp_path, stub, solution, problem):
+    assert problem in one_problem(stored(tmp_path, new_code_cell(**stub), new_code_cell(**solution)))

@@ -1,0 +1,137 @@
+"""Exercises that say what is wrong with an answer, and lead on from there.
+
+    check(my_route, like=k3.route, on=[(scores, bias, 2)], wrong={"the bias weighs too": leaky})
+
+compares an answer, a function or a value, with what it should be like. It never raises, so a
+notebook with unsolved exercises still runs to its end; `check(...).right` is for tests.
+"""
+
+import copy
+import inspect
+from html import escape
+
+import torch
+
+STUB = "Not done yet"
+
+
+class Verdict:
+    """Whether an answer is right, and a sentence for the reader."""
+
+    def __init__(self, right: bool, says: str):
+        self.right, self.says = right, says
+
+    def __repr__(self) -> str:
+        if self.says.startswith(STUB):
+            return self.says
+        return f"{'Right' if self.right else 'Not yet'}: {self.says}"
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        kind, colour = ("right", "#2b8060") if self.right else ("not-yet", "#a54b01")
+        html = (f'<div class="k3-check k3-{kind}" role="status" style="border-left:.3rem solid '
+                f'{colour};padding:.3rem .8rem">{escape(repr(self))}</div>')
+        return {"text/html": html, "text/plain": repr(self)}
+
+
+def check(answer, *, like=None, on=((),), wrong=None, tolerance=1e-9) -> Verdict:
+    """Is `answer` like `like`?
+
+    answer: a function, called with each tuple of arguments in `on`; or a value. `...` and None, and
+    a function that returns them, count as not done yet. like: a function that is called in the
+    same way, or the right value; or a list with one right value for each case. wrong: {a sentence
+    that names a mistake: what the answer is like with it}, so that a known mistake is recognised.
+    tolerance: largest difference allowed, relative and absolute. Integers and shapes must be equal.
+    """
+    on = [case if isinstance(case, tuple) else (case,) for case in on]
+    if like is None:
+        raise ValueError("like is None; give the function or the value that the answer is to match")
+    if isinstance(like, list) and len(like) != len(on):
+        raise ValueError(f"like has {len(like)} values, on has {len(on)} cases; each needs one")
+    for number, case in enumerate(on, start=1):
+        found = _differs(answer, _right(like, number, case), case, tolerance)
+        if found is None:
+            continue
+        if found.startswith(STUB):
+            return Verdict(False, found)
+        where = f"case {number} of {len(on)}: " if len(on) > 1 else ""
+        return Verdict(False, where + found + _named(answer, wrong or {}, on, tolerance))
+    counts = f"all {len(on)} cases agree" if len(on) > 1 else "it agrees"
+    return Verdict(True, f"{counts}{_length(answer)}.")
+
+
+def _right(like, number, case):
+    if isinstance(like, list):
+        return like[number - 1]
+    return like(*copy.deepcopy(case)) if callable(like) else like
+
+
+def _differs(answer, right, case, tolerance) -> str | None:
+    """What is wrong with the answer in this case; None if nothing is."""
+    got = answer
+    if callable(answer):
+        try:
+            got = answer(*copy.deepcopy(case))  # an answer that writes to its arguments harms no other
+        except Exception as error:  # whatever the reader's code does, the notebook goes on
+            return f"{_name(answer)} raises {type(error).__name__}: {error}"
+    if got is None or got is ...:
+        returns = f"{_name(answer)} returns {got}" if callable(answer) else f"the answer is {got}"
+        return f"{STUB}: {returns}."
+    return _difference(got, right, tolerance)
+
+
+def _difference(got, right, tolerance, place="") -> str | None:
+    if isinstance(right, (tuple, list)):
+        if not isinstance(got, (tuple, list)) or len(got) != len(right):
+            many = len(got) if isinstance(got, (tuple, list)) else "one"
+            return f"{len(right)} values are asked for{place}, the answer has {many}."
+        parts = (_difference(g, r, tolerance, f"{place} in value {i}")
+                 for i, (g, r) in enumerate(zip(got, right), start=1))
+        return next(filter(None, parts), None)
+    if isinstance(right, (str, bool, dict, set)):
+        return None if got == right else f"{got!r} is not it{place}."
+    try:
+        got, right = torch.as_tensor(got), torch.as_tensor(right)
+    except (TypeError, ValueError, RuntimeError):
+        return f"a number or tensor is asked for{place}, the answer is of type {type(got).__name__}."
+    if got.shape != right.shape:
+        return f"the shape{place} should be {list(right.shape)}, it is {list(got.shape)}."
+    return _numbers(got, right, tolerance, place)
+
+
+def _numbers(got, right, tolerance, place) -> str | None:
+    whole = not right.is_floating_point()
+    if whole and got.is_floating_point() and not torch.equal(got, got.round()):
+        return f"whole numbers are asked for{place}."
+    got, right = got.double(), right.double()
+    near = got == right if whole else torch.isclose(got, right, tolerance, tolerance, True)
+    if near.all():
+        return None
+    if right.dim() == 0:
+        return f"{got.item():.4g} is not it{place}."
+    first = (~near).nonzero()[0].tolist()
+    value, off = got[tuple(first)].item(), int((~near).sum())
+    return (f"{off} of {near.numel()} numbers differ{place}; the first is at {first}, "
+            f"where the answer has {value:.4g} and {right[tuple(first)].item():.4g} is right.")
+
+
+def _named(answer, wrong, on, tolerance) -> str:
+    """The sentence of the known mistake that gives just this answer, if there is one."""
+    for sentence, mistake in wrong.items():
+        if all(_differs(answer, _right(mistake, n, case), case, tolerance) is None
+               for n, case in enumerate(on, start=1)):
+            return f" This is what one gets if {sentence}."
+    return ""
+
+
+def _name(answer) -> str:
+    return getattr(answer, "__name__", "the answer")
+
+
+def _length(answer) -> str:
+    """How many lines the reader's function has, for the sport of it."""
+    try:
+        source = inspect.getsource(answer).splitlines()
+    except (TypeError, OSError):
+        return ""
+    body = [ln for ln in source[1:] if ln.strip() and not ln.strip().startswith(("#", '"""'))]
+    return f", in {len(body)} line{'s' if len(body) != 1 else ''}" if body else ""

@@ -1,0 +1,90 @@
+"""What `check` tells the reader."""
+
+import pytest
+import torch
+
+from k3_teach.notebook import check
+
+X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+double = lambda x: 2 * x
+
+
+def says(answer, **options):
+    verdict = check(answer, **options)
+    assert not verdict.right
+    return repr(verdict)
+
+
+def stub(x):  # about 1 line
+    ...
+
+
+def raises(x):
+    raise RuntimeError("mat1 and mat2")
+
+
+@pytest.mark.parametrize("answer", [..., None, stub])
+def test_a_stub_is_not_done_yet(answer):
+    assert says(answer, like=double, on=[(X,)]).startswith("Not done yet: ")
+
+
+def test_right_answers():
+    def short(x):
+        # a comment
+        return x + x
+
+    verdict = check(short, like=double, on=[X, (X[0],), (torch.tensor(3.0),)])
+    assert verdict.right and repr(verdict) == "Right: all 3 cases agree, in 1 line."
+    assert repr(check(448, like=448)) == "Right: it agrees."
+    assert check(0.1 + 0.2, like=0.3).right and not check(0.301, like=0.3).right
+    assert check(torch.tensor(5), like=5).right and check([1, (2.0, X)], like=[[1, (2.0, X)]]).right
+    assert check(torch.tensor([float("nan")]), like=torch.tensor([float("nan")])).right
+
+
+@pytest.mark.parametrize("answer, message", [
+    (raises, "raises raises RuntimeError: mat1 and mat2"),
+    (lambda x: x[0], r"the shape should be \[2, 2\], it is \[2\]"),
+    (lambda x: "two", "a number or tensor is asked for, the answer is of type str"),
+    (lambda x: 2 * x + (x == 3), r"1 of 4 numbers differ; the first is at \[1, 0\], where the answer has 7 and 6 is right"),
+])  # fmt: skip
+def test_what_is_wrong_is_named(answer, message):
+    import re
+    assert re.search(message, says(answer, like=double, on=[(X,)]))
+
+
+def test_the_case_is_named():
+    assert says(lambda x: 2 * x.abs(), like=double, on=[X, -X]).startswith("Not yet: case 2 of 2: 4 of 4")
+
+
+def test_a_known_mistake_is_recognised():
+    options = dict(like=double, on=[X, 2 * X], wrong={"x is squared": torch.square, "x is kept": lambda x: x})
+    assert says(lambda x: x * 1, **options).endswith("This is what one gets if x is kept.")
+    assert "one gets" not in says(lambda x: 3 * x, **options)
+    assert says(56, like=896, wrong={"layers are counted": 56}).endswith("if layers are counted.")
+
+
+def test_several_values():
+    like = lambda x: (x, x.argmax(-1))
+    assert "2 values are asked for, the answer has one" in says(lambda x: x, like=like, on=[X])
+    assert "in value 2" in says(lambda x: (x, x.argmin(-1)), like=like, on=[X])
+    assert "whole numbers are asked for in value 2" in says(lambda x: (x, x[:, 0] / 3), like=like, on=[X])
+
+
+def test_one_right_value_for_each_case():
+    assert check(abs, like=[1, 2], on=[(-1,), (2,)]).right
+    with pytest.raises(ValueError, match="like has 1 values, on has 2 cases"):
+        check(abs, like=[1], on=[(1,), (2,)])
+    with pytest.raises(ValueError, match="like is None"):
+        check(abs, on=[(1,)])
+
+
+def test_an_answer_that_writes_to_its_arguments_harms_no_other_case():
+    kept = X.clone()
+    assert check(lambda x: x.mul_(2), like=double, on=[X, X]).right and torch.equal(X, kept)
+
+
+def test_what_the_page_shows():
+    bundle = check(1, like=2)._repr_mimebundle_()
+    assert bundle["text/plain"] == "Not yet: 1 is not it."
+    assert 'class="k3-check k3-not-yet" role="status"' in bundle["text/html"]
+    assert "&lt;b&gt;" in check(lambda: 1 / len({}["<b>"]), like=1)._repr_mimebundle_()["text/html"]

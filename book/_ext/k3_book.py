@@ -11,11 +11,12 @@ def tidy_scripts(app, pagename, templatename, context, doctree):
         if UNUSED not in key.lower():
             kept.setdefault(key, script)
     context["script_files"][:] = kept.values()
-    context["css_files"][:] = [css for css in context.get("css_files", []) if UNUSED not in _content(css).lower()]
+    styles = context.get("css_files", [])
+    context["css_files"][:] = [css for css in styles if UNUSED not in _content(css).lower()]
 
 
 def _content(asset):
-    """File name and attributes of a script or style sheet; an inline script's body is an attribute."""
+    """File name and attributes of a script or style sheet; an inline script is an attribute."""
     name = getattr(asset, "filename", asset) or ""
     return f"{name} {sorted(getattr(asset, 'attributes', {}).items())}"
 

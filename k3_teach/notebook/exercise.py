@@ -74,8 +74,9 @@ def _differs(answer, right, case, tolerance) -> str | None:
         except Exception as error:  # whatever the reader's code does, the notebook goes on
             return f"{_name(answer)} raises {type(error).__name__}: {error}"
     if got is None or got is ...:
-        returns = f"{_name(answer)} returns {got}" if callable(answer) else f"the answer is {got}"
-        return f"{STUB}: {returns}."
+        empty = "..." if got is ... else "None"
+        found = f"{_name(answer)} returns" if callable(answer) else "the answer is"
+        return f"{STUB}: {found} {empty}."
     return _difference(got, right, tolerance)
 
 

@@ -16,7 +16,8 @@ from k3_teach.parts.attention import (
 from k3_teach.parts.attn_res import (
     BlockStream, PlainStream, attn_res, merge_live, read_sealed)
 from k3_teach.parts.balance import (
-    Balancer, QuantileHistogram, expert_load, max_vio, quantile_bias, sign_update)
+    QuantileHistogram, expert_load, max_vio, quantile_bias, sign_update)
+from k3_teach.parts.balancer import Balancer
 from k3_teach.parts.kda import chunk_kda, recurrent_kda
 from k3_teach.parts.kda_layer import (
     KDA, bounded_gate, l2_normalize, short_conv, softplus_gate)

@@ -67,7 +67,7 @@ class LatentCache:
         """Add rows [B,T,width]; return all rows so far [B,length,width], as a view."""
         end = self.length + rows.shape[1]
         frozen = self.buffer is not None and self.buffer.is_inference()
-        frozen = frozen and not torch.is_inference_mode_enabled()   # not to be written to
+        frozen = frozen and not torch.is_inference_mode_enabled()   # not to be written
         if self.buffer is None or end > self.buffer.shape[1] or frozen:
             room = max(end, GROWTH, self.length * 3 // 2)
             grown = rows.new_empty(rows.shape[0], room, rows.shape[2])
@@ -135,7 +135,7 @@ class Cache:
 
     @contextmanager
     def all_or_nothing(self):
-        """Should the block inside fail or be interrupted, leave the states as they were."""
+        """If the block inside fails or is interrupted, the states stay as they are."""
         saved = [s.snapshot() for s in self.states]
         try:
             yield

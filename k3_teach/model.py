@@ -217,7 +217,7 @@ class K3Model(nn.Module):
     def _run(self, ids, mask, states, return_trace):
         trace = {} if return_trace else None
         x = self.embed_tokens(ids)                              # [B, T, d]
-        if mask is not None:        # padding is 0 in every layer, whatever its embedding
+        if mask is not None:    # padding is 0 in every layer, whatever its embedding
             x = x.masked_fill(~mask[:, -ids.shape[1]:, None], 0)
         blocks = self.config.attn_res_block_size is not None
         stream = BlockStream(x, self.config.rms_norm_eps) if blocks else PlainStream(x)
@@ -243,7 +243,8 @@ class K3Model(nn.Module):
         if cache is not None:
             check_cache(cache, [self.config.is_kda(i) for i in range(len(self.layers))])
             if cache.batch_size != rows:
-                raise InputError(f"the cache holds {cache.batch_size} rows; ids has {rows}")
+                held = cache.batch_size
+                raise InputError(f"the cache holds {held} rows; ids has {rows}")
             past, before = len(cache), cache.mask
         if mask is not None:
             return check_mask(mask, ids, past, before, cache is not None)
@@ -262,8 +263,8 @@ def next_token_loss(logits: Tensor, ids: Tensor, attention_mask: Tensor | None =
     """
     if ids.ndim != 2 or ids.shape[1] < 2 or logits.shape[:-1] != ids.shape:
         raise InputError(f"ids has the shape {list(ids.shape)} and logits "
-                         f"{list(logits.shape)}; they must be [B, T] and [B, T, vocab], "
-                         "and a next-token loss needs at least two tokens")
+                         f"{list(logits.shape)}; they must be [B, T] and [B, T, "
+                         "vocab], and a next-token loss needs at least two tokens")
     targets = ids[:, 1:]
     if attention_mask is not None:
         mask = check_mask(attention_mask, ids, 0, None, False)

@@ -65,8 +65,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float,
     T, S, V = q.shape[-2], k.shape[-2], v.shape[-1]
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or T > S:
         ends = [list(x.shape[-2:]) for x in (q, k, v)]
-        raise InputError(f"q, k, v end in {ends}; they must end in [T, K], [S, K], [S, V] "
-                         "with T at most S")
+        raise InputError(f"q, k, v end in {ends}; they must end in [T, K], [S, K], "
+                         "[S, V] with T at most S")
     wide = max(q.shape[-1], V)
     q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
     if mask is None and 1 < T < S:

@@ -140,8 +140,8 @@ def leaf_size(gate_lower_bound: float | None, dtype: torch.dtype,
               chunk_size: int) -> int:
     """The most tokens, up to `chunk_size`, over which e^{-sum of g} cannot overflow.
 
-    8 for K3 in float32: the range ends at e^88, and half of it is left to large values and
-    gradients. 1 if g has no bound. InputError for a bound that is not negative.
+    8 for K3 in float32: the range ends at e^88, and half of it is left to large values
+    and gradients. 1 if g has no bound. InputError for a bound that is not negative.
     """
     if gate_lower_bound is None:
         return 1

@@ -98,7 +98,8 @@ class GatedHeadNorm(KeepFloat32, nn.Module):
         self.eps = eps
 
     def forward(self, o: Tensor, gate: Tensor) -> Tensor:
-        return rms_normalize(o, self.eps) * upcast(self.weight) * torch.sigmoid(upcast(gate))
+        normed = rms_normalize(o, self.eps) * upcast(self.weight)
+        return normed * torch.sigmoid(upcast(gate))
 
 
 class KDA(KeepFloat32, nn.Module):

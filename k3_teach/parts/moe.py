@@ -46,8 +46,9 @@ def route(scores: Tensor, bias: Tensor, top_k: int, renormalize: bool = True,
     choice = scores.detach() + bias
     if num_groups > 1 and num_groups > topk_group:
         if num_experts % num_groups or top_k > topk_group * (num_experts // num_groups):
-            raise InputError(f"num_groups is {num_groups}, topk_group {topk_group}; groups "
-                             f"must divide {num_experts} experts and keep {top_k} of them")
+            raise InputError(
+                f"num_groups is {num_groups}, topk_group {topk_group}; groups must "
+                f"divide {num_experts} experts and keep {top_k} of them")
         choice = limit_to_groups(choice, num_groups, topk_group)
     idx = choice.topk(top_k, -1).indices                         # [N, k]
     weights = scores.gather(-1, idx)                             # [N, k]
@@ -73,7 +74,7 @@ class Router(KeepFloat32, nn.Module):
             raise InputError(f"score is {score!r}; it must be 'sigmoid' or 'softmax'")
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         nn.init.kaiming_uniform_(self.weight, a=5 ** 0.5)
-        # Set between training steps by parts/balance.py, never by the gradient.
+        # Set between training steps by parts/balancer.py, never by the gradient.
         bias = float32_parameter(torch.zeros(num_experts), requires_grad=False)
         self.e_score_correction_bias = bias
         self.score, self.top_k = score, top_k

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from k3_teach.errors import InputError
 from k3_teach.parts.balance import (
-    Balancer, QuantileHistogram, dual_value, expert_load, kth_smallest, margin_quantile, margins, max_vio,
+    QuantileHistogram, dual_value, expert_load, kth_smallest, margin_quantile, margins, max_vio,
     quantile_bias, sign_update)
+from k3_teach.parts.balancer import Balancer
 
 STALL = torch.tensor([[0.0, 0, 1], [0, 2, 0], [0, 2, 2]], dtype=torch.float64)
 

@@ -6,8 +6,10 @@ compares an answer, a function or a value, with what it should be like. It never
 notebook with unsolved exercises still runs to its end; `check(...).right` is for tests.
 """
 
+import ast
 import copy
 import inspect
+import textwrap
 from html import escape
 
 import torch
@@ -129,10 +131,15 @@ def _name(answer) -> str:
 
 
 def _length(answer) -> str:
-    """How many lines the reader's function has, for the sport of it."""
+    """How many lines the reader's function has, for the sport of it; docstring and comments not."""
     try:
-        source = inspect.getsource(answer).splitlines()
-    except (TypeError, OSError):
+        source = textwrap.dedent(inspect.getsource(answer))
+        (function,) = ast.parse(source).body
+    except (TypeError, OSError, SyntaxError, ValueError):
         return ""
-    body = [ln for ln in source[1:] if ln.strip() and not ln.strip().startswith(("#", '"""'))]
-    return f", in {len(body)} line{'s' if len(body) != 1 else ''}" if body else ""
+    if not isinstance(function, ast.FunctionDef):
+        return ""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    inside = source.splitlines()[body[0].lineno - 1:] if body else []
+    count = sum(1 for ln in inside if ln.strip() and not ln.strip().startswith("#"))
+    return f", in {count} line{'s' if count != 1 else ''}" if count else ""

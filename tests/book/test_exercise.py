@@ -30,6 +30,8 @@ def test_a_stub_is_not_done_yet(answer):
 
 def test_right_answers():
     def short(x):
+        """A docstring
+        of two lines."""
         # a comment
         return x + x
 

@@ -111,7 +111,7 @@ def heat(matrix, rows=None, columns=None, limits=None, row_label="", column_labe
     marks = [text(4, TOP - 2, row_label, "start")] if row_label else []
     for i, row in enumerate(matrix):
         y = TOP + 14 + i * tall
-        if rows is not None or n <= 16:
+        if tall >= 11 and (rows is not None or n <= 16):
             marks.append(text(LEFT - 6, y + tall / 2 + 4, row_names[i], "end", size=11))
         for j, v in enumerate(row):
             marks += _cell(j, y, size, v, low, high, digits)

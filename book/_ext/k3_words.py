@@ -23,6 +23,7 @@ LABELS = {
     "reported by others": ("others", "{reported }by others"),
     "open": ("open", "open"),
 }
+WORD_JOINER = "\u2060"
 HALVES = ("derived", "measured", "reported", "open")  # emphasised alone, these look like labels
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,10 @@ class Badges(SphinxPostTransform):
         labels = [node for node in self.document.findall(nodes.emphasis) if "k3_label" in node]
         legend = self._legend() if labels else {}
         for node in labels:
+            follows = node.next_node(descend=False, siblings=True)
+            if isinstance(follows, nodes.Text) and follows[:1] in tuple(".,;:)"):
+                joined = nodes.Text(WORD_JOINER + follows)  # no line begins with a full stop
+                follows.parent.replace(follows, joined)
             node.replace_self(self._badge(node, legend))
 
     def _badge(self, node, legend):

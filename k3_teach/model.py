@@ -127,7 +127,7 @@ class DecoderLayer(nn.Module):
         if self.starts_block:
             stream.seal()
         attn_out = self.self_attn(self.input_layernorm(attn_in), state, mask, trace)
-        stream.add(attn_out)     # to the running sum, not to what was read
+        stream.add(attn_out)     # to the live sum, not to what was read
         mlp_in = stream.read(self.query("mlp"), trace, "mlp_read")
         real = None if mask is None else mask[:, -mlp_in.shape[1]:]   # the new tokens
         normed = self.post_attention_layernorm(mlp_in)
@@ -194,7 +194,7 @@ class K3Model(nn.Module):
         cache: from `new_cache`; updated. One call serves for prefill, for prefill in
             pieces, and for decoding. No gradient is kept.
         return_trace: return (logits, trace), with trace["L3.attn_in"] and so on for
-            every layer: attn_in, attn_out, mlp_in, mlp_out, prefix (the running sum as
+            every layer: attn_in, attn_out, mlp_in, mlp_out, prefix (the live sum as
             the layer ends) [B,T,d]; nblocks, the number of sources sealed by then;
             attn_read, mlp_read [B,T,n], the weights of the depth reads; of KDA g, beta,
             state; of MLA attn_weights [B,H,T,S]; of the experts topk_idx, topk_w,

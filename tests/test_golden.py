@@ -35,7 +35,7 @@ def test_logits_and_every_trace(case):
             continue                                  # a plain residual has no blocks; the file holds the width there
         expected = io[f"trace.{name}"]
         actual = trace[name].detach().to(expected.dtype)
-        close(actual[0] if actual.ndim > expected.ndim else actual, expected)   # Kimi Linear: row 0 of the running sum
+        close(actual[0] if actual.ndim > expected.ndim else actual, expected)   # Kimi Linear: row 0 of the live sum
 
 
 def test_routing(case):

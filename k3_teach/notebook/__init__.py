@@ -7,5 +7,9 @@ from .model_map import here, live_map
 from .palette import INK, PALETTE
 from .setup import setup
 from .source import show_source
+from .walk import live_walk
 
-__all__ = ["INK", "PALETTE", "check", "draw", "here", "live", "live_map", "picture", "setup", "show_source"]
+__all__ = [
+    "INK", "PALETTE", "check", "draw", "here", "live", "live_map", "live_walk", "picture", "setup",
+    "show_source",
+]

@@ -56,9 +56,9 @@ def feed_forward(c: K3Config, layer: int) -> str:
 
 
 def depth_sources(c: K3Config, layer: int) -> tuple[int, int]:
-    """How many sources each of a layer's two reads has: embedding, sealed blocks, live sum.
+    """How many sources the two reads of a layer have: embedding, sealed blocks, live sum.
 
-    A block's first layer reads, then seals: its first read still sees the sum of the block before.
+    A block's first layer reads, then seals: its first read still sees the sum before.
     """
     size = c.attn_res_block_size
     return (-(-layer // size) + 1, layer // size + 2) if size else (1, 1)

@@ -7,7 +7,7 @@
 
 Full: the embedding and every earlier sub-layer output are sources. Block: outputs are
 summed into blocks of layers; the sources are the embedding, the finished blocks, and
-the running sum of the unfinished one. All of it happens within one token, so nothing
+the live sum of the unfinished one. All of it happens within one token, so nothing
 is kept for decoding.
 
 Shapes: n sources, d model width; "..." is whatever lies between, such as [B, T].
@@ -51,7 +51,7 @@ def read_sealed(sealed: Tensor, queries: Tensor, eps: float = 1e-5
 
 def merge_live(mixture: Tensor, log_sum: Tensor, live: Tensor, query: Tensor,
                eps: float = 1e-5) -> Tensor:
-    """Phase 2, for one read: let the running sum `live` join the softmax.
+    """Phase 2, for one read: let the live sum `live` join the softmax.
 
     Exact: what is left is a softmax over two things, a sigmoid (arXiv 2603.15031).
     mixture [..., d] and log_sum [...] of phase 1, live [..., d], query [d] -> [..., d].
@@ -72,11 +72,11 @@ class PlainStream:
 
     def read(self, query: Tensor | None = None, trace: dict | None = None,
              name: str = "") -> Tensor:
-        """The running sum [..., d]."""
+        """The live sum [..., d]."""
         return self.prefix
 
     def add(self, y: Tensor) -> None:
-        """Add a sub-layer's output y [..., d] to the running sum."""
+        """Add a sub-layer's output y [..., d] to the live sum."""
         self.prefix = self.prefix + y
 
     def seal(self) -> None:
@@ -86,7 +86,7 @@ class PlainStream:
 class BlockStream:
     """Block Attention Residuals over an embedding x [..., d] (arXiv 2603.15031).
 
-    `prefix` is the running sum of the current block, `sealed` the finished sources. In
+    `prefix` is the live sum of the current block, `sealed` the finished sources. In
     K3 `seal` is called at layers 0, 12, ..., 84: first the read, then the seal, then
     the mixer. The first seal keeps the embedding, which from then on is a source like
     any other and no longer part of a sum. With a seal before every sub-layer this is
@@ -103,7 +103,7 @@ class BlockStream:
         return len(self.sealed)
 
     def read(self, query: Tensor, trace: dict | None = None, name: str = "") -> Tensor:
-        """Mix the sealed sources, oldest first, and the running sum last.
+        """Mix the sealed sources, oldest first, and the live sum last.
 
         query [d] -> [..., d]; the weights [..., n] go into the trace under `name`.
         """
@@ -118,16 +118,16 @@ class BlockStream:
         return mixture
 
     def add(self, y: Tensor) -> None:
-        """Add y [..., d] to the running sum, or begin a new sum with it."""
+        """Add y [..., d] to the live sum, or begin a new sum with it."""
         self.prefix = y if self.prefix is None else self.prefix + y
 
     def seal(self) -> None:
-        """Keep the running sum as a source, write-once, and begin a new block.
+        """Keep the live sum as a source, write-once, and begin a new block.
 
-        InputError if there is no running sum: two seals without an `add` between.
+        InputError if there is no live sum: two seals without an `add` between.
         """
         if self.prefix is None:
             raise InputError("seal() was called twice without an add() between: "
-                             "there is no running sum to keep")
+                             "there is no live sum to keep")
         self.sealed.append(self.prefix)
         self.prefix = None

@@ -118,7 +118,7 @@ def test_snapshots_are_written_once():
 
 
 def test_the_stack_can_be_cut_anywhere():
-    """Pitfall 23: the running sum and all snapshots are the whole state between layers."""
+    """Pitfall 23: the live sum and all snapshots are the whole state between layers."""
     model, ids = toy(), tokens(1, 5)
     expected = model(ids)
     for cut in range(1, 9):
@@ -135,7 +135,7 @@ def test_the_stack_can_be_cut_anywhere():
 
 
 def test_embedding_leaves_the_sum():
-    """After layer 0's seal the embedding is a source of its own and not part of the running sum."""
+    """After layer 0's seal the embedding is a source of its own and not part of the live sum."""
     model, ids = toy(), tokens(1, 4)
     _, trace = model(ids, return_trace=True)
     assert_close(trace["L0.prefix"], trace["L0.attn_out"] + trace["L0.mlp_out"])

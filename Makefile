@@ -10,9 +10,12 @@ READY    = .venv/.ready
 BUILT    = _build/.built
 PAGE     = _build/html/index.html
 CHAPTERS = $(wildcard book/*.ipynb)
-SOURCES  = _config.yml _toc.yml $(shell find book -not -path '*/.*' -not -path '*/__pycache__*')
+SOURCES  = _config.yml _toc.yml $(shell find book -type f -not -path '*/.*' -not -path '*/__pycache__*')
 
-.PHONY: book test notebooks serve lab clean
+# What only `make lab` needs; it installs them.
+LAB_WITH = jupyterlab==4.6.6 jupyterlab-myst==2.7.0
+
+.PHONY: book test notebooks serve lab pdf clean
 
 book: $(BUILT)  ## build the site
 	@echo "The book is at file://$(CURDIR)/$(PAGE) (or run: make serve)"
@@ -24,14 +27,17 @@ test: $(BUILT)  ## run every test, then every notebook against its stored output
 notebooks: $(READY)  ## execute the chapters again and store their outputs
 	$(PY) -m k3_teach.notebook.execute run $(CHAPTERS)
 
-serve: $(BUILT)  ## serve the built site
+serve: $(BUILT)  ## serve the site, build again what is edited, and reload the open page
 	@echo "http://127.0.0.1:$(PORT)/ (stop with Ctrl-C)"
-	@$(PY) -m http.server --bind 127.0.0.1 --directory _build/html $(PORT)
+	@$(PY) tools/serve.py $(PORT)
 
 lab: $(READY)  ## open the chapters in JupyterLab
-	$(PY) -m pip install --quiet -c requirements.txt jupyterlab==4.6.6
+	$(PY) -m pip install --quiet -c requirements.txt $(LAB_WITH)
 	.venv/bin/jupyter trust $(CHAPTERS)
 	.venv/bin/jupyter lab book
+
+pdf: $(BUILT)  ## print the book to _build/book.pdf (needs a Chromium)
+	$(PY) -m tools.pdf _build/html _build/book.pdf
 
 clean:  ## remove what the other targets made
 	rm -rf .venv _build .pytest_cache .hypothesis *.egg-info

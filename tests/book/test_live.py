@@ -2,15 +2,14 @@
 
 import json
 import re
-import shutil
 from html import unescape
 
 import pytest
 
-from k3_teach.notebook import draw
-from k3_teach.notebook.live import live
+from k3_teach.notebook import draw, palette, setup
+from k3_teach.notebook.live import live, picture
 
-CHROME = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from .browser import open_page, screen, too_wide
 
 
 def example(**options):
@@ -54,6 +53,7 @@ def test_text_in_data_cannot_end_the_script():
 
 
 @pytest.mark.parametrize("options, message", [
+    (dict(pick={"z": (0, 0, 1, 1)}), "pick is"), (dict(pick={"a": (0, 0, 1, 1), "kind": (0, 0, 1, 1)}), "pick is"),
     (dict(alt=""), "text alternative"), (dict(start={"a": 9}), r"start\['a'\] is 9"), (dict(start={"z": 0}), "one of a, kind"), (dict(steps="z"), "steps is 'z'")])
 def test_mistakes(options, message):
     arguments = dict(alt="x", a=[1, 2], kind=["s", "t"]) | options
@@ -82,7 +82,8 @@ def test_kernel_view_is_offered_and_computes_between_stops():
 @pytest.mark.parametrize("drawing, says", [
     (draw.bars([1, -2.5], "ab"), "a 1, b −2.5"), (draw.bars([0.5, 1], "ab", lit={1}, unit="s"), "a 0.5 s, b 1 s. Marked: b"),
     (draw.heat([[1, 2], [3, 4]], rows="pq"), "row p: 1, 2; row q: 3, 4"), (draw.scatter({"dots": [(0, 0), (1, 2)]}), "2 of dots"),
-    (draw.lines([0, 1], {"f": [2, 3]}, marks_at=1), "at 1: f 3"), (draw.flow({"a": (40, 20, 60, "in"), "b": (200, 20, 60, "out")}, [("a", "b")]), "in, out")])
+    (draw.lines([0, 1], {"f": [2, 3]}, marks_at=1), "at 1: f 3"), (draw.flow({"a": draw.Box(40, 20, "in"), "b": draw.Box(200, 20, "out")}, [("a", "b")]), "in, out"),
+    (draw.blocks([["in"], ["left", None, "right"], ["+"]], [("in", "left", "[T, d]"), ("in", "right"), ("left", "+"), ("right", "+")]), "in, left, right, +")])
 def test_builders_say_what_they_show(drawing, says):
     assert drawing.says == says
     assert drawing.svg().startswith("<svg") and says.split(",")[0] in unescape(drawing.svg())
@@ -108,20 +109,13 @@ def test_drawings_move_as_one():
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROME is None, reason="no Chromium here: live figures were NOT tried in a browser")
 @pytest.mark.parametrize("width", [1280, 375])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_moving_a_control_by_keyboard_changes_picture_and_words(tmp_path, width, scheme):
-    from playwright.sync_api import sync_playwright
-
+def test_moving_a_control_by_keyboard_changes_picture_and_words(browser, tmp_path, width, scheme):
     figures = [example(), example(steps="kind", start={"a": 1})]
     (tmp_path / "page.html").write_text("<!doctype html><meta charset='utf-8'><body>" + "".join(f.to_html() for f in figures), encoding="utf-8")
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROME, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        errors = []
-        page.on("pageerror", lambda e: errors.append(str(e)))
-        page.goto((tmp_path / "page.html").as_uri())
+    with screen(browser, width, scheme) as context:
+        page, wrong = open_page(context, (tmp_path / "page.html").as_uri())
         for number, figure in enumerate(figures):
             root = page.locator(".k3-live").nth(number)
             words = lambda: root.locator(".k3-words").text_content()
@@ -137,9 +131,7 @@ def test_moving_a_control_by_keyboard_changes_picture_and_words(tmp_path, width,
                 root.locator("input").nth(1).focus()
                 page.keyboard.press("ArrowRight")
             assert words() == figure.frame(a=2, kind="fast").says
-        assert not errors
-        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        browser.close()
+        assert not wrong + too_wide(page)
 
 
 def contrast(a: str, b: str) -> float:
@@ -152,10 +144,105 @@ def contrast(a: str, b: str) -> float:
     return (x + 0.05) / (y + 0.05)
 
 
-def test_words_in_live_figures_have_contrast_on_both_pages():
-    """4.5:1 for the inks of small words on the light page (grey) and on the dark one (all colours)."""
-    from k3_teach.notebook.live import STYLE
-    light = re.search(r"\.k3-live\{--k3-ink:(#\w{6})", STYLE)[1]
-    dark = dict(re.findall(r"--k3-(\w+):(#\w{6})!important", STYLE.split("data-theme")[1]))
-    assert contrast(light, "#ffffff") > 4.5
-    assert set(dark) >= {"ink", "blue", "rust"} and all(contrast(c, "#121212") > 4.5 for c in dark.values())
+@pytest.mark.parametrize("page, colours", [("#ffffff", palette.LIGHT), ("#121212", palette.DARK)])
+def test_colours_have_contrast_on_their_page(page, colours):
+    """4.5:1, WCAG's bound for small words: of every colour with its page, and of words in a box."""
+    assert set(palette.LIGHT) == set(palette.DARK) == {*palette.PALETTE, "ink", "strong", "on"}
+    for name, colour in colours.items():
+        if name != "on":
+            assert contrast(colour, page) > 4.5, name
+            assert name == "strong" or contrast(colour, colours["on"]) > 4.5, name
+    shade = blend(colours["blue"], page, 0.62)  # the darkest cell of a heat map
+    assert contrast(colours["strong"], shade) > 4.5
+
+
+def blend(colour: str, page: str, share: float) -> str:
+    part = lambda c, i: int(c[i:i + 2], 16)
+    return "#" + "".join(f"{round(share * part(colour, i) + (1 - share) * part(page, i)):02x}" for i in (1, 3, 5))
+
+
+def test_the_palette_shows_on_both_pages():
+    """3:1, WCAG's bound for what is not text: pictures that cannot know their page use it."""
+    for colour in (*palette.PALETTE.values(), palette.INK):
+        assert contrast(colour, "#ffffff") >= 3 and contrast(colour, "#121212") >= 3
+
+
+def test_the_still_stands_on_a_light_card():
+    html = example().to_html()
+    assert ".k3-live img{background:#fff!important" in html
+    svg = example().first.svg()
+    assert palette.LIGHT["blue"] in svg and palette.PALETTE["blue"] not in svg
+
+
+def test_a_picture_is_drawn_like_a_live_figure():
+    figure = picture(draw.blocks([["a"], ["b"]], [("a", "b")]), alt="Two boxes.")
+    data = stored(figure.to_html())
+    assert data["controls"] == [] and len(data["frames"]) == 1 and repr(figure) == "<picture>"
+    assert "A still picture" not in figure.to_html()
+    with pytest.raises(ValueError, match="needs alt"):
+        picture(figure.first, alt=" ")
+
+
+def test_links_and_picking_are_stored():
+    drawing = lambda a: draw.Drawing(40, [draw.link("other.ipynb", "the other", [draw.rect(0, 0, 9, 9)])], f"a is {a}")
+    figure = live(lambda a, b: drawing(a), alt="x", a=[1, 2, 3], b=[1, 2], pick={"b": (0, 0, 360, 40)})
+    data = stored(figure.to_html())
+    assert data["pick"] == {"control": 1, "box": [0, 0, 360, 40]}
+    assert data["marks"][0][:3] == ["link", "other.ipynb", "the other"]
+    moved = draw.stack(draw.title("words"), drawing(1)).marks[1]
+    assert moved[3][0][2] == 26 and drawing(1).marks[0][3][0][2] == 0
+
+
+def test_arrows_of_a_diagram():
+    """Down, across, level and round what lies between; each ends at the box it leads to."""
+    marks = draw.blocks([["a", "b"], ["c", None], ["d", None]], [("a", "b", "s"), ("b", "c"), ("a", "d"), ("a", "c")]).marks
+    ends = [[tuple(map(float, p.split())) for p in m[1][1:].split("L")][-1] for m in marks if m[0] == "path"][::2]
+    boxes = {m[3]: (m[1], m[2] - 4) for m in marks if m[0] == "text" and m[7]}
+    for (x, y), name in zip(ends, "bcdc"):
+        assert abs(x - boxes[name][0]) <= 12 and abs(y - boxes[name][1]) <= 14, name
+    with pytest.raises(ValueError, match="an arrow leads to 'z'; the boxes are a, b"):
+        draw.blocks([["a", "b"]], [("a", "z")])
+
+
+@pytest.mark.browser
+def test_pointing_and_links_in_a_browser(browser, tmp_path):
+    drawing = lambda a: draw.Drawing(80, [
+        draw.rect(0, 0, 360, 40), draw.link("x.html", "to x", [draw.rect(0, 50, 40, 20)]),
+        draw.link("", "to y", [draw.rect(60, 50, 40, 20)])], f"a is {a}")
+    figure = live(drawing, alt="Test.", a=[0, 1, 2, 3], pick={"a": (0, 0, 360, 40)})
+    (tmp_path / "page.html").write_text("<!doctype html><meta charset='utf-8'><body>" + figure.to_html(), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 375, "height": 600})
+    page.goto((tmp_path / "page.html").as_uri())
+    box, words = page.locator(".k3-live svg").bounding_box(), page.locator(".k3-words")
+    for stop in (3, 1, 0):
+        page.mouse.move(box["x"] + box["width"] * (stop + 0.5) / 4, box["y"] + 10)
+        assert words.text_content() == f"a is {stop}" and page.locator("input").input_value() == str(stop)
+    page.mouse.move(box["x"] + 200, box["y"] + box["height"] - 5)  # outside of the part: nothing moves
+    assert words.text_content() == "a is 0"
+    assert page.locator("svg").get_attribute("role") == "group"
+    assert page.locator("svg a").count() == 1 and page.locator("svg a").get_attribute("aria-label") == "to x"
+    assert "a chapter to come" in page.locator("svg g title").text_content()
+    page.locator("input").focus()
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate("document.activeElement.getAttribute('href')") == "x.html"
+    page.close()
+
+
+def test_vector_figures_are_the_same_bytes_each_time():
+    """Two figures of the same data, drawn by IPython's own printer with the options of `setup`."""
+    import matplotlib
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    from IPython.core.pylabtools import print_figure
+    setup()
+
+    def one():
+        fig, ax = plt.subplots()
+        ax.plot([0, 1, 4]), ax.set(xlabel="x", ylabel="y")
+        ax.fill_between([0, 1], [0, 1])
+        out = print_figure(fig, "svg", metadata={"Date": None, "Creator": None})
+        plt.close(fig)
+        return out
+
+    assert one() == one() and "<dc:date>" not in one()
+    assert palette.PALETTE["blue"] in one() and palette.INK in one()

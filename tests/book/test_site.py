@@ -3,65 +3,46 @@
 `make test` hands over the site that `make book` built (K3_SITE); without it the site is built here.
 """
 
-import functools
-import http.server
-import os
 import re
-import shutil
-import subprocess
-import sys
-import threading
-from pathlib import Path
+import struct
 from urllib.parse import unquote, urldefrag, urlparse
 
 import pytest
-from bs4 import BeautifulSoup
 
-ROOT = Path(__file__).parents[2]
-MAC_CHROME = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
-CHROMIUM_FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-]  # fmt: skip
-LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "object": "data", "link": "href"}
-PLAIN_LINKS = {"canonical", "next", "prev", "author", "search", "index"}  # <link>s that load nothing
+from .browser import (
+    ROOT,
+    SCHEMES,
+    WIDTHS,
+    addresses,
+    open_page,
+    screen,
+    serving,
+    visit,
+)
 
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    if "K3_SITE" in os.environ:
-        return ROOT / os.environ["K3_SITE"]
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", str(ROOT)]
-    options = ["--path-output", str(folder), "-W", "-n", "--keep-going"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder / "_build/html"
-
-
-@pytest.fixture(scope="session")
-def pages(site):
-    """Every page's path and parsed text."""
-    found = {p: BeautifulSoup(p.read_text(encoding="utf-8"), "html.parser")
-             for p in sorted(site.rglob("*.html")) if "_static" not in p.parts}
-    assert site / "book/index.html" in found
-    return found
+LOADED = dict.fromkeys(["script", "img", "iframe", "source"], "src")
+LOADED |= {"object": "data", "link": "href"}
+MOST_BYTES = 1_500_000  # of a page and its pictures
+HOME = "https://k3-teach.github.io/k3-teach/"
+# <link>s that load nothing
+PLAIN_LINKS = {"canonical", "next", "prev", "author", "search", "index"}
 
 
 def is_elsewhere(address):
-    return address.startswith("//") or urlparse(address).scheme in ("http", "https", "ftp", "ws", "wss")
+    schemes = ("http", "https", "ftp", "ws", "wss")
+    return address.startswith("//") or urlparse(address).scheme in schemes
 
 
-# ---- without a browser ----------------------------------------------------------------------------
+# ---- without a browser ---------------------------------------------------------------------------
 
 
 def test_links_and_anchors_lead_somewhere(pages):
     anchors = {path: {e["id"] for e in page.find_all(id=True)} for path, page in pages.items()}
     bad = []
     for path, page in pages.items():
-        for element in page.find_all(href=True) + page.find_all(src=True):
+        for element in page.select("[href]:not(base), [src]"):
             address = element.get("href") or element.get("src")
-            if not address or address == "#" or urlparse(address).scheme or address.startswith("//"):
+            if not address or address == "#" or urlparse(address).scheme or is_elsewhere(address):
                 continue
             file, anchor = urldefrag(address)
             target = (path.parent / unquote(file.split("?")[0])).resolve() if file else path
@@ -77,10 +58,11 @@ def test_pages_load_nothing_from_elsewhere(pages):
     for path, page in pages.items():
         for tag, attribute in LOADED.items():
             for element in page.find_all(tag, **{attribute: True}):
-                if is_elsewhere(element[attribute]) and not PLAIN_LINKS & set(element.get("rel") or []):
+                plain = PLAIN_LINKS & set(element.get("rel") or [])
+                if is_elsewhere(element[attribute]) and not plain:
                     bad.append(f"{path.name}: {element[attribute]}")
-        for script in page.find_all("script", src=False):
-            bad += [f"{path.name}: {found}" for found in re.findall(r"https?://\S+\.m?js\b", script.get_text())]
+        inline = " ".join(script.get_text() for script in page.find_all("script", src=False))
+        bad += [f"{path.name}: {found}" for found in re.findall(r"https?://\S+\.m?js\b", inline)]
     assert not bad, "\n".join(bad)
 
 
@@ -98,69 +80,63 @@ def test_every_picture_has_alt_text(pages):
 
 
 def test_every_chapter_is_in_the_book(site):
-    missing = [p.name for p in (ROOT / "book").glob("*.ipynb") if not (site / f"book/{p.stem}.html").exists()]
-    assert not missing
+    chapters = [path.stem for path in (ROOT / "book").glob("*.ipynb")]
+    assert not [name for name in chapters if not (site / f"book/{name}.html").exists()]
 
 
-# ---- with a browser -------------------------------------------------------------------------------
+def own_bytes(path, page):
+    """What only this page needs: its text and the pictures in it."""
+    sources = {image["src"] for image in page.select("article img[src]")}
+    local = [path.parent / unquote(source) for source in sources if not urlparse(source).scheme]
+    return path.stat().st_size + sum(file.stat().st_size for file in local)
 
 
-@pytest.fixture(scope="session")
-def address(site):
-    """Where the site is served on this machine."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+def test_pages_are_light(pages):
+    weights = {path.name: own_bytes(path, page) for path, page in pages.items()}
+    print(weights)
+    assert not {name: size for name, size in weights.items() if size > MOST_BYTES}
 
 
-def find_chromium(playwright):
-    names = ("chromium", "chromium-browser", "google-chrome", MAC_CHROME)
-    own = playwright.chromium.executable_path
-    return next(filter(None, map(shutil.which, names)), own if Path(own).exists() else None)
+def test_no_page_asks_for_the_icon_script(site, pages):
+    assert not list(site.rglob("fontawesome/**/*.js"))
+    scripts = "script[src*=fontawesome]"
+    assert not [path.name for path, page in pages.items() if page.select_one(scripts)]
 
 
-@pytest.fixture(scope="session")
-def browser():
-    from playwright.sync_api import sync_playwright
+def test_every_page_says_what_it_is(site, pages):
+    """Title, description and card, as other sites show them; index and search share their title."""
+    titles, bad = [], []
+    for path, page in real_pages(site, pages).items():
+        metas = page.select("head meta[content]")
+        tags = {meta.get("name") or meta.get("property"): meta["content"] for meta in metas}
+        address, said = HOME + path.relative_to(site).as_posix(), tags["description"]
+        titles.append(tags["og:title"])
+        if not 25 <= len(said) <= 200 or said != tags["og:description"]:
+            bad.append(f"{path.name}: description {said!r}")
+        if tags["og:url"] != address or page.select_one("link[rel=canonical]")["href"] != address:
+            bad.append(f"{path.name}: address {tags['og:url']}")
+        if not (page.select_one("link[rel~=icon]") and tags["og:title"] and tags["og:image:alt"]):
+            bad.append(f"{path.name}: no icon, title or words for the card")
+        card = site / tags["og:image"].removeprefix(HOME)
+        size = struct.unpack(">II", card.read_bytes()[16:24])
+        assert size == (int(tags["og:image:width"]), int(tags["og:image:height"])) == (1200, 630)
+    assert not bad and len(set(titles)) >= len(titles) - 2, "\n".join(bad)
 
-    with sync_playwright() as playwright:
-        chromium = find_chromium(playwright)
-        if chromium is None:
-            stop = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-            stop("NO CHROMIUM FOUND: THE PAGES WERE NOT LOOKED AT. Install Chromium or Chrome to run these tests.")
-        instance = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
-        yield instance
-        instance.close()
+
+def real_pages(site, pages):
+    """Without the two that are not at an address of their own."""
+    others = (site / "index.html", site / "404.html")
+    return {path: page for path, page in pages.items() if path not in others}
 
 
-def visit(context, url):
-    """Open one page; return what went wrong: errors, failed or outside requests, sideways scrolling."""
-    wrong, page = [], context.new_page()
-    page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-    page.on("console", lambda message: wrong.append(f"console: {message.text}") if message.type == "error" else None)
-    page.on("requestfailed", lambda request: wrong.append(f"request failed: {request.url}"))
-    page.on("response", lambda response: wrong.append(f"{response.status}: {response.url}")
-            if response.status >= 400 else None)  # fmt: skip
-    page.goto(url, wait_until="networkidle")
-    wide = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-    if wide[0] > wide[1]:
-        wrong.append(f"scrolls sideways: {wide[0]} px on a screen of {wide[1]} px")
-    page.close()
-    return wrong
+# ---- with a browser ------------------------------------------------------------------------------
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [1280, 375])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_pages_in_a_browser_without_network(browser, address, site, pages, width, scheme):
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    outside = []
+    outside, bad = [], []
 
     def only_here(route):
         if route.request.url.startswith((address, "data:", "blob:")):
@@ -168,8 +144,53 @@ def test_pages_in_a_browser_without_network(browser, address, site, pages, width
         outside.append(route.request.url)
         return route.abort()
 
-    context.route("**/*", only_here)
-    bad = [f"{path.name}: {wrong}" for path in pages
-           for wrong in visit(context, f"{address}/{path.relative_to(site).as_posix()}")]
-    context.close()
+    with screen(browser, width, scheme) as context:
+        context.route("**/*", only_here)
+        for path, url in addresses(pages, site, address).items():
+            bad += [f"{path.name}: {wrong}" for wrong in visit(context, url)]
     assert not outside and not bad, "\n".join(outside + bad)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "home, path",
+    [("/k3-teach/", "book/no/such/page.html"), ("/", "a/b/c/d"), ("/", "404.html")],
+)
+def test_404_page_works_at_any_depth(browser, site, home, path):
+    with serving(site, home) as address, screen(browser) as context:
+        page, wrong = open_page(context, f"{address}/{path}")
+        assert page.locator("h1").text_content() == "There is no page here"
+        assert page.evaluate("document.styleSheets[0].cssRules.length") > 3
+        assert page.locator("svg").bounding_box()["height"] > 20
+        assert not [w for w in wrong if not w.startswith("console") and not w.endswith(path)]
+        page.fill("input", "router")
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"{address}/search.html?q=router")
+        page.goto(f"{address}/{path}")
+        page.click("li a >> nth=0")
+        page.wait_for_url(f"{address}/book/index.html")
+
+
+@pytest.mark.browser
+def test_first_paint_within_a_second(browser, site, pages, address):
+    """A reader's first visit, nothing cached; the best of three, for the machine may be busy."""
+    late = []
+    for path, url in addresses(pages, site, address).items():
+        milliseconds, size = first_visit(browser, url)
+        for _ in range(2):
+            if milliseconds >= 1000:
+                milliseconds, size = min((milliseconds, size), first_visit(browser, url))
+        print(f"{path.name}: {milliseconds:.0f} ms, {size / 1e6:.2f} MB")
+        if milliseconds >= 1000:
+            late.append(f"{path.name}: {milliseconds:.0f} ms")
+    assert not late, "\n".join(late)
+
+
+def first_visit(browser, url):
+    """Milliseconds until something is seen, and bytes of all that is loaded."""
+    paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    loaded = "performance.getEntries().reduce((sum, e) => sum + (e.encodedBodySize || 0), 0)"
+    with screen(browser) as context:
+        page, _ = open_page(context, url, "load")
+        page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
+        return page.evaluate(paint), page.evaluate(loaded)

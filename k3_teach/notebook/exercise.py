@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from html import escape
 
+import numpy as np
 import torch
 
 STUB = "Not done yet"
@@ -55,7 +56,7 @@ def check(answer, *, like=None, on=((),), wrong=None, tolerance=1e-9) -> Verdict
             continue
         if found.startswith(STUB):
             return Verdict(False, found)
-        where = f"case {number} of {len(on)}: " if len(on) > 1 else ""
+        where = f"case {number} of {len(on)}, {_call(answer, case)}: " if len(on) > 1 else ""
         return Verdict(False, where + found + _named(answer, wrong or {}, on, tolerance))
     counts = f"all {len(on)} cases agree" if len(on) > 1 else "it agrees"
     return Verdict(True, f"{counts}{_length(answer)}.")
@@ -76,9 +77,8 @@ def _differs(answer, right, case, tolerance) -> str | None:
         except Exception as error:  # whatever the reader's code does, the notebook goes on
             return f"{_name(answer)} raises {type(error).__name__}: {error}"
     if got is None or got is ...:
-        empty = "..." if got is ... else "None"
-        found = f"{_name(answer)} returns" if callable(answer) else "the answer is"
-        return f"{STUB}: {found} {empty}."
+        found = f"{_name(answer)} returns" if callable(answer) else "the answer is still"
+        return f"{STUB}: {found} {'None.' if got is None else '...'}"
     return _difference(got, right, tolerance)
 
 
@@ -90,15 +90,24 @@ def _difference(got, right, tolerance, place="") -> str | None:
         parts = (_difference(g, r, tolerance, f"{place} in value {i}")
                  for i, (g, r) in enumerate(zip(got, right), start=1))
         return next(filter(None, parts), None)
+    if got is None or got is ...:
+        return f"{STUB}: the answer has {'None' if got is None else '...'}{place}."
     if isinstance(right, (str, bool, dict, set)):
         return None if got == right else f"{got!r} is not it{place}."
     try:
-        got, right = torch.as_tensor(got), torch.as_tensor(right)
+        got, right = _tensor(got), _tensor(right)
     except (TypeError, ValueError, RuntimeError):
         return f"a number or tensor is asked for{place}, the answer is of type {type(got).__name__}."
     if got.shape != right.shape:
         return f"the shape{place} should be {list(right.shape)}, it is {list(got.shape)}."
     return _numbers(got, right, tolerance, place)
+
+
+def _tensor(value) -> torch.Tensor:
+    """A tensor as it is; numbers and lists of them as float64 or int64, whatever torch's default."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return torch.from_numpy(np.asarray(value))
 
 
 def _numbers(got, right, tolerance, place) -> str | None:
@@ -109,12 +118,22 @@ def _numbers(got, right, tolerance, place) -> str | None:
     near = got == right if whole else torch.isclose(got, right, tolerance, tolerance, True)
     if near.all():
         return None
-    if right.dim() == 0:
-        return f"{got.item():.4g} is not it{place}."
     first = (~near).nonzero()[0].tolist()
-    value, off = got[tuple(first)].item(), int((~near).sum())
+    found, asked = _two(got[tuple(first)].item(), right[tuple(first)].item())
+    if right.dim() == 0:
+        return f"{found} is not it{place}."
+    off = int((~near).sum())
     return (f"{off} of {near.numel()} numbers differ{place}; the first is at {first}, "
-            f"where the answer has {value:.4g} and {right[tuple(first)].item():.4g} is right.")
+            f"where the answer has {found} and {asked} is right.")
+
+
+def _two(a: float, b: float) -> tuple[str, str]:
+    """Two different numbers with as many digits as it takes to tell them apart."""
+    for digits in (4, 6, 9, 17):
+        found = f"{a:.{digits}g}", f"{b:.{digits}g}"
+        if found[0] != found[1] and "e+" not in "".join(found):
+            break
+    return found
 
 
 def _named(answer, wrong, on, tolerance) -> str:
@@ -124,6 +143,16 @@ def _named(answer, wrong, on, tolerance) -> str:
                for n, case in enumerate(on, start=1)):
             return f" This is what one gets if {sentence}."
     return ""
+
+
+def _call(answer, case) -> str:
+    """The call of this case, with what is short enough to show."""
+    def shown(value):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return f"[{', '.join(map(str, value.shape))}]"
+        text = repr(value.item() if isinstance(value, torch.Tensor) else value)
+        return getattr(value, "__name__", text if len(text) <= 20 else type(value).__name__)
+    return f"{_name(answer)}({', '.join(map(shown, case))})"
 
 
 def _name(answer) -> str:

@@ -76,6 +76,19 @@
       input.setAttribute("aria-valuetext", c.label + " " + c.values[stops[i]]);
     };
   }
+  function choice(c, i) { // a few words are all in sight; the arrow keys move between radio buttons by themselves
+    var group = element("fieldset", "k3-choice", panel), name = "k3-" + (window.k3Choices = (window.k3Choices || 0) + 1);
+    element("legend", "k3-name", group).textContent = c.label;
+    var inputs = c.values.map(function (word, stop) {
+      var label = element("label", "", group), input = element("input", "", label);
+      input.type = "radio"; input.name = name;
+      element("span", "", label).textContent = word;
+      input.addEventListener("change", function () { moveTo(i, stop); });
+      return input;
+    });
+    quiet(group);
+    return function () { inputs[stops[i]].checked = true; };
+  }
   function steps(c, i) {
     var group = element("div", "k3-steps", panel);
     group.setAttribute("role", "group"); group.setAttribute("aria-label", c.label);
@@ -109,7 +122,7 @@
     quiet(picture);
   }
   panel.replaceChildren();
-  data.controls.forEach(function (c, i) { setters.push((c.steps ? steps : slider)(c, i)); });
+  data.controls.forEach(function (c, i) { setters.push({ slider: slider, choice: choice, steps: steps }[c.kind](c, i)); });
   setters.forEach(function (set) { set(); });
   if (data.pick) pick(data.pick);
   show();

@@ -26,6 +26,7 @@ STYLE = (f".k3-live{{{tokens(LIGHT)}}}"
          + ",".join(f"{dark} .k3-live" for dark in ON_DARK) + f"{{{tokens(DARK)}}}\n"
          + Path(__file__).with_name("live.css").read_text(encoding="utf-8"))
 MOST_STOPS = 2000
+FEW = 40  # letters of all words of a control, up to which they all stand there to choose from
 STILL = "A still picture: run this cell, or open the page of the book, to move it."
 
 
@@ -69,8 +70,10 @@ class Live:
 
     def _control_data(self, name: str) -> dict:
         words = [v if isinstance(v, str) else number(v, 4) for v in self.controls[name]]
-        label, steps = name.replace("_", " "), name == self.steps
-        return {"label": label, "values": words, "start": self.start[name], "steps": steps}
+        few = all(isinstance(v, str) for v in self.controls[name]) and sum(map(len, words)) <= FEW
+        kind = "steps" if name == self.steps else "choice" if few else "slider"
+        label = name.replace("_", " ")
+        return {"kind": kind, "label": label, "start": self.start[name], "values": words}
 
     def to_html(self) -> str:
         compact = {"separators": (",", ":"), "sort_keys": True, "ensure_ascii": False}
@@ -92,7 +95,8 @@ class Live:
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         bundle = {"text/html": self.to_html(), "text/plain": repr(self)}
         if self.kernel:
-            widget = self._widget()._repr_mimebundle_()
+            # ipywidgets 7 has no such method: there the HTML is all.
+            widget = getattr(self._widget(), "_repr_mimebundle_", dict)()
             widget = widget[0] if isinstance(widget, tuple) else widget
             key = "application/vnd.jupyter.widget-view+json"
             bundle |= {key: widget[key]} if key in widget else {}
@@ -126,7 +130,7 @@ def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
 
     controls: name -> the values at its stops; all combinations are computed now. `start`: name ->
     index of the first stop shown. `steps`: the control that gets "back" and "next" buttons in place
-    of a slider. `pick`: {control: (x0, y0, x1, y1)}, a part of the picture that moves this control
+    of a slider; one with a few short words gets radio buttons. `pick`: {control: (x0, y0, x1, y1)}, a part of the picture that moves this control
     when it is pointed at: its width is divided among the stops. `alt`: what the picture shows,
     whatever the stop; the drawing adds what it shows at this one. ValueError names what is wrong.
     """

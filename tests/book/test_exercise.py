@@ -55,7 +55,29 @@ def test_what_is_wrong_is_named(answer, message):
 
 
 def test_the_case_is_named():
-    assert says(lambda x: 2 * x.abs(), like=double, on=[X, -X]).startswith("Not yet: case 2 of 2: 4 of 4")
+    def size(x):
+        return 2 * x.abs()
+
+    assert says(size, like=double, on=[X, -X]).startswith("Not yet: case 2 of 2, size([2, 2]): 4 of 4")
+
+    def power(a, n, f):
+        return a
+
+    options = dict(like=lambda a, n, f: a**n, on=[(2, 1, abs), (3.5, 2, abs)])
+    assert "case 2 of 2, power(3.5, 2, abs): 3.5 is not it" in says(power, **options)
+
+
+def test_numbers_are_compared_in_full():
+    """Python's floats are float64 whatever torch's default; as many digits as tell two apart."""
+    big = 1_436_935_618_560
+    assert check(big * 17 / 32, like=big * 17 / 32).right and check(float(big), like=big).right
+    assert says(big + 1, like=big) == "Not yet: 1436935618561 is not it."
+    assert "has 0.123457 and 0.123456 is right" in says([0.123457], like=torch.tensor([0.123456]).double())
+    assert check(torch.tensor(2.0, requires_grad=True), like=2).right
+
+
+def test_none_inside_an_answer_is_not_done_yet():
+    assert says(lambda: (1, None), like=(1, 2)) == "Not done yet: the answer has None in value 2."
 
 
 def test_a_known_mistake_is_recognised():

@@ -62,19 +62,24 @@ def move(page, root, data, number):
     """Move a control with the keyboard, from its first stop to its last; yield at every one."""
     control = data["controls"][number]
     last = len(control["values"]) - 1
-    if control["steps"]:
+    if control["kind"] == "choice":
+        radios = root.get_by_role("group", name=control["label"]).get_by_role("radio")
+        radios.nth(control["start"]).focus()
+        for _ in range(control["start"]):
+            page.keyboard.press("ArrowLeft")
+    elif control["kind"] == "steps":
         buttons = root.locator(".k3-steps button")
         buttons.first.focus()
         for _ in range(last):
             page.keyboard.press("ArrowLeft")
         buttons.last.focus()
     else:
-        sliders = [c for c in data["controls"] if not c["steps"]]
+        sliders = [c for c in data["controls"] if c["kind"] == "slider"]
         root.get_by_role("slider").nth(sliders.index(control)).focus()
         page.keyboard.press("Home")
     yield 0
     for stop in range(1, last + 1):
-        page.keyboard.press("Enter" if control["steps"] else "ArrowRight")
+        page.keyboard.press("Enter" if control["kind"] == "steps" else "ArrowRight")
         yield stop
 
 
@@ -110,11 +115,11 @@ def test_figures_on_a_phone(browser, site, address, path, scheme):
         page, wrong = open_page(context, f"{address}/book/{path.stem}.html")
         for i, data in enumerate(figures):
             root = page.locator(".k3-live").nth(i)
-            sliders = [control for control in data["controls"] if not control["steps"]]
+            sliders = [control for control in data["controls"] if control["kind"] == "slider"]
             for number in range(len(sliders)):
                 root.get_by_role("slider").nth(number).focus()
                 page.keyboard.press("End")
-            last = [c["start"] if c["steps"] else len(c["values"]) - 1 for c in data["controls"]]
+            last = [len(c["values"]) - 1 if c in sliders else c["start"] for c in data["controls"]]
             check_shown(root, data, last)
             box = root.locator("svg").bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= 375

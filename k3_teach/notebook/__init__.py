@@ -1,4 +1,4 @@
-"""What the chapters use: set-up, the package's code, live figures, exercises, the tool that runs them."""
+"""What the chapters use: set-up, the package's code, live figures, exercises, the map."""
 
 from . import draw
 from .exercise import check

@@ -73,9 +73,9 @@ def _differs(answer, right, case, tolerance) -> str | None:
     got = answer
     if callable(answer):
         try:
-            got = answer(*copy.deepcopy(case))  # an answer that writes to its arguments harms no other
-        except Exception as error:  # whatever the reader's code does, the notebook goes on
-            return f"{_name(answer)} raises {type(error).__name__}: {error}"
+            got = answer(*copy.deepcopy(case))  # what it writes to its arguments stays here
+        except (Exception, SystemExit) as error:  # the notebook goes on
+            return f"{_name(answer)} raises {type(error).__name__}: {_words(str, error)}"
     if got is None or got is ...:
         found = f"{_name(answer)} returns" if callable(answer) else "the answer is still"
         return f"{STUB}: {found} {'None.' if got is None else '...'}"
@@ -83,6 +83,9 @@ def _differs(answer, right, case, tolerance) -> str | None:
 
 
 def _difference(got, right, tolerance, place="") -> str | None:
+    """The same for values; `place` says where in a nested answer."""
+    if got is None or got is ...:
+        return f"{STUB}: the answer has {'None' if got is None else '...'}{place}."
     if isinstance(right, (tuple, list)):
         if not isinstance(got, (tuple, list)) or len(got) != len(right):
             many = len(got) if isinstance(got, (tuple, list)) else "one"
@@ -90,31 +93,45 @@ def _difference(got, right, tolerance, place="") -> str | None:
         parts = (_difference(g, r, tolerance, f"{place} in value {i}")
                  for i, (g, r) in enumerate(zip(got, right), start=1))
         return next(filter(None, parts), None)
-    if got is None or got is ...:
-        return f"{STUB}: the answer has {'None' if got is None else '...'}{place}."
-    if isinstance(right, (str, bool, dict, set)):
-        return None if got == right else f"{got!r} is not it{place}."
+    if isinstance(right, dict):
+        if not isinstance(got, dict) or got.keys() != right.keys():
+            return f"a dict with {', '.join(map(repr, right))} is asked for{place}."
+        parts = (_difference(got[k], right[k], tolerance, f"{place} at {k!r}") for k in right)
+        return next(filter(None, parts), None)
+    if isinstance(right, (str, set)):
+        same = type(got) is type(right) and got == right
+        return None if same else f"{_words(repr, got)} is not it{place}."
     try:
-        got, right = _tensor(got), _tensor(right)
-    except (TypeError, ValueError, RuntimeError):
-        return f"a number or tensor is asked for{place}, the answer is of type {type(got).__name__}."
-    if got.shape != right.shape:
-        return f"the shape{place} should be {list(right.shape)}, it is {list(got.shape)}."
-    return _numbers(got, right, tolerance, place)
+        found, asked = _tensor(got), _tensor(right)
+    except Exception:  # whatever numpy makes of the reader's objects
+        kind = type(got).__name__
+        return f"a number or tensor is asked for{place}, the answer is of type {kind}."
+    if found.shape != asked.shape:
+        return f"the shape{place} should be {list(asked.shape)}, it is {list(found.shape)}."
+    return _numbers(found, asked, tolerance, place)
 
 
 def _tensor(value) -> torch.Tensor:
-    """A tensor as it is; numbers and lists of them as float64 or int64, whatever torch's default."""
+    """Python's numbers, and lists of them, become float64 or int64 whatever torch's default."""
     if isinstance(value, torch.Tensor):
         return value.detach()
-    return torch.from_numpy(np.asarray(value))
+    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+        return torch.stack([_tensor(v) for v in value])
+    return torch.from_numpy(np.array(value, order="C"))  # a copy: torch takes no reversed views
 
 
 def _numbers(got, right, tolerance, place) -> str | None:
-    whole = not right.is_floating_point()
+    if (right.dtype is torch.bool) != (got.dtype is torch.bool):
+        kind = "True or False" if right.dtype is torch.bool else "a number"
+        return f"{kind} is asked for{place}."
+    if got.is_complex() and not right.is_complex():
+        return f"real numbers are asked for{place}."
+    whole = not (right.is_floating_point() or right.is_complex())
     if whole and got.is_floating_point() and not torch.equal(got, got.round()):
         return f"whole numbers are asked for{place}."
-    got, right = got.double(), right.double()
+    exact = whole and not got.is_floating_point()  # float64 has gaps beyond 2**53
+    wide = torch.complex128 if right.is_complex() else torch.int64 if exact else torch.float64
+    got, right = got.to(wide), right.to(wide)
     near = got == right if whole else torch.isclose(got, right, tolerance, tolerance, True)
     if near.all():
         return None
@@ -127,8 +144,10 @@ def _numbers(got, right, tolerance, place) -> str | None:
             f"where the answer has {found} and {asked} is right.")
 
 
-def _two(a: float, b: float) -> tuple[str, str]:
+def _two(a, b) -> tuple[str, str]:
     """Two different numbers with as many digits as it takes to tell them apart."""
+    if isinstance(a, int):
+        return str(a), str(b)
     for digits in (4, 6, 9, 17):
         found = f"{a:.{digits}g}", f"{b:.{digits}g}"
         if found[0] != found[1] and "e+" not in "".join(found):
@@ -153,6 +172,15 @@ def _call(answer, case) -> str:
         text = repr(value.item() if isinstance(value, torch.Tensor) else value)
         return getattr(value, "__name__", text if len(text) <= 20 else type(value).__name__)
     return f"{_name(answer)}({', '.join(map(shown, case))})"
+
+
+def _words(how, thing, most=200) -> str:
+    """`how(thing)`, str or repr, in one line that is not too long; the reader's own may fail."""
+    try:
+        text = " ".join(how(thing).split())
+    except Exception:
+        return f"something of type {type(thing).__name__}"
+    return text if len(text) <= most else text[:most] + " ..."
 
 
 def _name(answer) -> str:

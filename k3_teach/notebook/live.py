@@ -33,8 +33,8 @@ STILL = "A still picture: run this cell, or open the page of the book, to move i
 class Live:
     """What `live` returns. `frame(name=value, ...)` is the Drawing at a stop, for assertions."""
 
-    def __init__(self, fn, alt: str, controls: dict[str, list], start: dict, steps: str | None = None,
-                 pick: dict | None = None, kernel: bool = False):
+    def __init__(self, fn, alt: str, controls: dict[str, list], start: dict,
+                 steps: str | None = None, pick: dict | None = None, kernel: bool = False):
         self.fn, self.alt, self.controls, self.kernel = fn, alt, controls, kernel
         self.start = {name: start.get(name, 0) for name in controls}
         self.steps, self.pick = steps, pick
@@ -69,7 +69,7 @@ class Live:
         return data
 
     def _control_data(self, name: str) -> dict:
-        words = [v if isinstance(v, str) else number(v, 4) for v in self.controls[name]]
+        words = [_word(v) for v in self.controls[name]]
         few = all(isinstance(v, str) for v in self.controls[name]) and sum(map(len, words)) <= FEW
         kind = "steps" if name == self.steps else "choice" if few else "slider"
         label = name.replace("_", " ")
@@ -130,9 +130,10 @@ def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
 
     controls: name -> the values at its stops; all combinations are computed now. `start`: name ->
     index of the first stop shown. `steps`: the control that gets "back" and "next" buttons in place
-    of a slider; one with a few short words gets radio buttons. `pick`: {control: (x0, y0, x1, y1)}, a part of the picture that moves this control
-    when it is pointed at: its width is divided among the stops. `alt`: what the picture shows,
-    whatever the stop; the drawing adds what it shows at this one. ValueError names what is wrong.
+    of a slider; one with a few short words gets radio buttons. `pick`: {control: (x0, y0, x1,
+    y1)}, a part of the picture that moves this control when it is pointed at: its width is divided
+    among the stops. `alt`: what the picture shows, whatever the stop; the drawing adds what it
+    shows at this one. ValueError names what is wrong.
     """
     controls = {name: list(values) for name, values in controls.items()}
     if not alt.strip() or not controls:
@@ -142,6 +143,11 @@ def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
         stops *= len(values)
         if len(values) < 2:
             raise ValueError(f"control {name} has {len(values)} values; it must have at least two")
+        words = [_word(v) for v in values]
+        twice = [word for word in words if words.count(word) > 1]
+        if twice:
+            own = "every stop needs words of its own"
+            raise ValueError(f"control {name} says {twice[0]!r} at two stops; {own}")
     if stops > MOST_STOPS:
         raise ValueError(f"the controls make {stops} stops; at most {MOST_STOPS} are stored")
     names = ", ".join(controls)
@@ -152,7 +158,8 @@ def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
     if steps is not None and steps not in controls:
         raise ValueError(f"steps is {steps!r}; it must be one of {names}")
     if pick is not None and (len(pick) != 1 or not set(pick) <= set(controls)):
-        raise ValueError(f"pick is {pick!r}; it must name one of {names} and its part of the picture")
+        allowed = f"it must name one of {names} and its part of the picture"
+        raise ValueError(f"pick is {pick!r}; {allowed}")
     return Live(fn, alt, controls, start or {}, steps, pick, kernel)
 
 
@@ -161,6 +168,11 @@ def picture(drawing: Drawing, *, alt: str) -> Live:
     if not alt.strip():
         raise ValueError("a picture needs alt, the text alternative")
     return Live(lambda: drawing, alt, {}, {})
+
+
+def _word(value) -> str:
+    """A stop in words; numbers with as many digits as tell neighbours apart in most figures."""
+    return value if isinstance(value, str) else number(value, 4)
 
 
 def _checked(drawing) -> Drawing:

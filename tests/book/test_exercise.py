@@ -112,3 +112,33 @@ def test_what_the_page_shows():
     assert bundle["text/plain"] == "Not yet: 1 is not it."
     assert 'class="k3-check k3-not-yet" role="status"' in bundle["text/html"]
     assert "&lt;b&gt;" in check(lambda: 1 / len({}["<b>"]), like=1)._repr_mimebundle_()["text/html"]
+
+
+@pytest.mark.parametrize("answer, like", [
+    (True, 1), (1, True), ([1.0], 1.0), (1 + 0j, 1.0), (2**53 + 1, 2**53), ({"a": 1}, {"a": 2}),
+    (torch.ones(2), torch.ones(2, 1)), (torch.ones(1), torch.ones(())), ("1", 1), (object(), 1),
+    ((1, 2, 3), (1, 2)), ({1}, [1]), (float("nan"), 1.0),
+])  # fmt: skip
+def test_what_is_nearly_right_is_not_right(answer, like):
+    assert not check(answer, like=[like]).right
+
+
+@pytest.mark.parametrize("answer, like", [
+    ([torch.tensor(1), torch.tensor(2)], torch.tensor([1, 2])), (X.numpy()[::-1], X.flip(0)),
+    ({"a": X, "b": 1}, {"a": X.clone(), "b": 1}), (3.0, 3), (1 + 1j, 1 + 1j), ([1, 2], (1, 2)),
+])  # fmt: skip
+def test_the_same_in_another_form_is_right(answer, like):
+    assert check(answer, like=[like]).right
+
+
+def test_no_answer_stops_the_notebook():
+    def leaves():
+        raise SystemExit("bye")
+
+    class Odd:
+        def __repr__(self):
+            raise ValueError
+
+    assert "leaves raises SystemExit: bye" in says(leaves, like=1)
+    assert "something of type Odd" in says(Odd(), like="word")
+    assert "raises TypeError" in says(lambda: 1, like=double, on=[X])

@@ -1,4 +1,4 @@
-"""Pictures made of marks: `marks` (what a drawing is), `charts` (from numbers), `blocks` (diagrams)."""
+"""Pictures made of marks: `marks` (what a drawing is), `charts` (of numbers), `blocks`."""
 
 from .blocks import Box, blocks, flow
 from .charts import bars, heat, lines, scatter, spread, ticks

@@ -1,7 +1,8 @@
 """Block diagrams: boxes with words, arrows with shapes, paths that light up.
 
     blocks([["x"], ["router", "shared"], ["+"], ["y"]],
-           [("x", "router", "[N, d]"), ("x", "shared"), ("router", "+"), ("shared", "+"), ("+", "y")])
+           [("x", "router", "[N, d]"), ("x", "shared"), ("router", "+"), ("shared", "+"),
+            ("+", "y")])
 """
 
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def _box(box: Box, on: bool, some_are_lit: bool) -> list[list]:
 
 
 def _between(a: Box, b: Box, colour, width, words="") -> list[list]:
-    """An arrow from box to box: level, straight down, down and across, or round the boxes between."""
+    """An arrow from box to box: level, straight, bent, or round the boxes that lie between."""
     if abs(a.y - b.y) < 1:
         side = 1 if b.x > a.x else -1
         points = [(a.x + side * a.width / 2, a.y), (b.x - side * b.width / 2, b.y)]

@@ -36,7 +36,8 @@ class Drawing:
         label = escape(self.says, quote=True)
         return (f'<svg xmlns="http://www.w3.org/2000/svg" '
                 f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
-                f'aria-label="{label}" font-family="system-ui,sans-serif">{body}</svg>')
+                f'aria-label="{label}" font-family="system-ui,sans-serif">'
+                f'<rect width="100%" height="100%" fill="#fff"/>{body}</svg>')
 
 
 def _element(mark: list) -> str:

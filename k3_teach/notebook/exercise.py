@@ -2,8 +2,9 @@
 
     check(my_route, like=k3.route, on=[(scores, bias, 2)], wrong={"the bias weighs too": leaky})
 
-compares an answer, a function or a value, with what it should be like. It never raises, so a
-notebook with unsolved exercises still runs to its end; `check(...).right` is for tests.
+compares an answer, a function or a value, with what it should be like. It raises only for a check
+that is itself wrong, so a notebook with unsolved exercises still runs to its end;
+`check(...).right` is for tests.
 """
 
 import ast
@@ -14,6 +15,8 @@ from html import escape
 
 import numpy as np
 import torch
+
+from .palette import LIGHT
 
 STUB = "Not done yet"
 
@@ -30,7 +33,7 @@ class Verdict:
         return f"{'Right' if self.right else 'Not yet'}: {self.says}"
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        kind, colour = ("right", "#2b8060") if self.right else ("not-yet", "#a54b01")
+        kind, colour = ("right", LIGHT["green"]) if self.right else ("not-yet", LIGHT["rust"])
         html = (f'<div class="k3-check k3-{kind}" role="status" style="border-left:.3rem solid '
                 f'{colour};padding:.3rem .8rem">{escape(repr(self))}</div>')
         return {"text/html": html, "text/plain": repr(self)}
@@ -48,16 +51,21 @@ def check(answer, *, like=None, on=((),), wrong=None, tolerance=1e-9) -> Verdict
     on = [case if isinstance(case, tuple) else (case,) for case in on]
     if like is None:
         raise ValueError("like is None; give the function or the value that the answer is to match")
-    if isinstance(like, list) and len(like) != len(on):
-        raise ValueError(f"like has {len(like)} values, on has {len(on)} cases; each needs one")
+    if not on:
+        raise ValueError("on has no cases; give at least one")
+    for name, values in {"like": like, **(wrong or {})}.items():
+        if isinstance(values, list) and len(values) != len(on):
+            has = f"{name!r} has {len(values)} values, on has {len(on)} cases"
+            raise ValueError(f"{has}; each needs one")
+    given = [_given(answer, case) for case in on]
     for number, case in enumerate(on, start=1):
-        found = _differs(answer, _right(like, number, case), case, tolerance)
+        found = _differs(given[number - 1], _right(like, number, case), tolerance)
         if found is None:
             continue
         if found.startswith(STUB):
             return Verdict(False, found)
         where = f"case {number} of {len(on)}, {_call(answer, case)}: " if len(on) > 1 else ""
-        return Verdict(False, where + found + _named(answer, wrong or {}, on, tolerance))
+        return Verdict(False, where + found + _named(given, wrong or {}, on, tolerance))
     counts = f"all {len(on)} cases agree" if len(on) > 1 else "it agrees"
     return Verdict(True, f"{counts}{_length(answer)}.")
 
@@ -68,18 +76,27 @@ def _right(like, number, case):
     return like(*copy.deepcopy(case)) if callable(like) else like
 
 
-def _differs(answer, right, case, tolerance) -> str | None:
-    """What is wrong with the answer in this case; None if nothing is."""
+class Failed(str):
+    """In place of a value: why there is none."""
+
+
+def _given(answer, case):
+    """The answer's value in this case."""
     got = answer
     if callable(answer):
         try:
             got = answer(*copy.deepcopy(case))  # what it writes to its arguments stays here
         except (Exception, SystemExit) as error:  # the notebook goes on
-            return f"{_name(answer)} raises {type(error).__name__}: {_words(str, error)}"
+            return Failed(f"{_name(answer)} raises {type(error).__name__}: {_words(str, error)}")
     if got is None or got is ...:
         found = f"{_name(answer)} returns" if callable(answer) else "the answer is still"
-        return f"{STUB}: {found} {'None.' if got is None else '...'}"
-    return _difference(got, right, tolerance)
+        return Failed(f"{STUB}: {found} {'None.' if got is None else '...'}")
+    return got
+
+
+def _differs(got, right, tolerance) -> str | None:
+    """What is wrong with a value; None if nothing is."""
+    return str(got) if isinstance(got, Failed) else _difference(got, right, tolerance)
 
 
 def _difference(got, right, tolerance, place="") -> str | None:
@@ -155,11 +172,11 @@ def _two(a, b) -> tuple[str, str]:
     return found
 
 
-def _named(answer, wrong, on, tolerance) -> str:
+def _named(given, wrong, on, tolerance) -> str:
     """The sentence of the known mistake that gives just this answer, if there is one."""
     for sentence, mistake in wrong.items():
-        if all(_differs(answer, _right(mistake, n, case), case, tolerance) is None
-               for n, case in enumerate(on, start=1)):
+        if all(_differs(got, _right(mistake, n, case), tolerance) is None
+               for n, (got, case) in enumerate(zip(given, on), start=1)):
             return f" This is what one gets if {sentence}."
     return ""
 

@@ -8,7 +8,8 @@ from k3_teach.config import K3Config
 from .draw import arrow, dot, link, path, rect, text
 
 AXIS = 208              # where the main path runs down
-LIST_RIGHT = 70         # the sources of a read stand left of this
+LIST_RIGHT = 68         # the sources of a read stand left of this
+SLAB = 12               # from one source to the next
 NORM, ROW = 46, 98      # from a read to its norm, and to the first row of what follows
 SECOND = 172            # from the first read to the second
 ADD = {"mixer": 138, "feed-forward": 232}
@@ -22,7 +23,7 @@ def enlarged(c: K3Config, layer: int, y: float, sources: tuple[int, int], told
     """
     draw = Parts(told)
     marks = entrance(c, draw, y, sources[0]) + mixer_half(c, draw, layer, y)
-    marks += seal(c, draw, layer, y)
+    marks += seal(c, draw, layer, y, sources[0])
     marks += entrance(c, draw, y + SECOND, sources[1])
     marks += (experts_half if c.is_moe(layer) else dense_half)(c, draw, y + SECOND)
     for place in (y + ADD["mixer"], y + SECOND + ADD["feed-forward"]):
@@ -42,17 +43,17 @@ class Parts:
         width, number = room(words, chapter), str(int(chapter[:2]))
         marks = [rect(x - width / 2, y - 14, width, 28, colour),
                  text(x + 3.5 * len(number), y + 4, words, "middle", "on", 12, True),
-                 text(x - width / 2 + 3, y - 4, number, "start", "on", 9)]
+                 text(x - width / 2 + 3, y - 4, number, "start", "on", 10.5)]
         return [link(f"{chapter}.ipynb", f"{words}: {self.told(chapter)}", marks)]
 
 
 def room(words: str, chapter: str) -> float:
     """The width of a box."""
-    return 7.2 * len(words) + 12 + 7 * len(str(int(chapter[:2])))
+    return 6.9 * len(words) + 19 + 7 * len(str(int(chapter[:2])))
 
 
 def down(x: float, y1: float, y2: float, words="") -> list[list]:
-    label = [text(x + 5, y1 + 11, words, "start", size=10)] if words else []
+    label = [text(x + 5, y1 + 11, words, "start", size=10.5)] if words else []
     return arrow([(x, y1), (x, y2)]) + label
 
 
@@ -64,23 +65,26 @@ def entrance(c: K3Config, draw: Parts, y: float, sources: int) -> list[list]:
         return marks + [rect(AXIS - 56, y - 14, 112, 28, "ink", 0.18),
                         text(AXIS, y + 4, "the sum so far", "middle", "strong", 12, True)]
     for i in range(sources):
-        words = "live sum" if 0 < i == sources - 1 else f"block {i}" if i else "embedding"
-        top = y - 13 + 11.5 * i
-        marks += [rect(6, top, LIST_RIGHT - 6, 10.5, "ink", 0.18),
-                  text(LIST_RIGHT / 2 + 3, top + 8.5, words, "middle", "strong", 9)]
+        words = "live sum" if 0 < i == sources - 1 else f"b{i}" if i else "embedding"
+        top = y - 13 + SLAB * i
+        marks += [rect(6, top, LIST_RIGHT - 6, SLAB - 1, "ink", 0.18),
+                  text(LIST_RIGHT / 2 + 3, top + 9, words, "middle", "strong", 10.5)]
     marks += arrow([(LIST_RIGHT + 3, y), (AXIS - room("depth read", "03") / 2 - 1, y)], "ink", 1.2)
     return marks + draw(AXIS, y, "depth read", "03_attn_res", "pink")
 
 
-def seal(c: K3Config, draw: Parts, layer: int, y: float) -> list[list]:
-    """In the first layer of a block: the sum so far becomes a source for good."""
+def seal(c: K3Config, draw: Parts, layer: int, y: float, sources: int) -> list[list]:
+    """In the first layer of a block: the last source of its first read is kept for good.
+
+    That is the live sum, in layer 0 the embedding; what the read returns is not sealed.
+    """
     size = c.attn_res_block_size
     if not size or layer % size:
         return []
-    kept = "the embedding" if layer == 0 else f"the sum is block {layer // size}"
-    way = arrow([(AXIS + 48, y), (304, y)], "ink", 1.2)
-    return [*way, *draw(328, y, "seal", "03_attn_res", "pink"),
-            text(354, y + 30, kept, "end", size=10)]
+    x, foot = LIST_RIGHT / 2 + 3, y - 14 + SLAB * sources
+    return [*arrow([(x, foot), (x, foot + 11)], "ink", 1.2),
+            *draw(x, foot + 26, "seal", "03_attn_res", "pink"),
+            text(x, foot + 53, f"is now b{layer // size}", "middle", size=11)]
 
 
 def mixer_half(c: K3Config, draw: Parts, layer: int, y: float) -> list[list]:
@@ -89,20 +93,27 @@ def mixer_half(c: K3Config, draw: Parts, layer: int, y: float) -> list[list]:
         colour = "blue"
         parts = [("short conv", "09_rope_nope"), ("KDA", "08_kda_hybrid"), ("gate", "13_gated_mla")]
     else:
-        colour, order = "rust", "NoPE" if c.mla_use_nope else "RoPE"
-        latent = f"latent {c.kv_lora_rank + c.qk_rope_head_dim}"
-        parts = [(latent, "07_attention_cache"), (order, "09_rope_nope"), ("MLA", "13_gated_mla")]
+        colour, latent = "rust", f"latent {c.kv_lora_rank + c.qk_rope_head_dim}"
+        parts = [(latent, "07_attention_cache"), ("MLA", "13_gated_mla")]
         parts += [("gate", "13_gated_mla")] if c.mla_use_output_gate else []
     widths = [room(*part) for part in parts]
-    x = AXIS + 10 - (sum(widths) + 12 * (len(parts) - 1)) / 2
+    x = AXIS + 10 - (sum(widths) + 14 * (len(parts) - 1)) / 2
     marks, row = [], y + ROW
     for i, (part, width) in enumerate(zip(parts, widths)):
         middle = x + width / 2
         marks += draw(middle, row, *part, colour)
-        marks += arrow([(x - 12, row), (x - 1, row)]) if i else branch([middle], y)
-        x += width + 12
+        marks += arrow([(x - 14, row), (x - 1, row)]) if i else branch([middle], y)
+        marks += [order(c, draw, middle, row)] if part[0] == "MLA" else []
+        x += width + 14
     add = y + ADD["mixer"]
     return marks + arrow([(middle, row + 14), (middle, add), (AXIS + 11, add)])
+
+
+def order(c: K3Config, draw: Parts, x: float, row: float) -> list:
+    """A note under MLA: whether it turns queries and keys by their positions."""
+    chapter, words = "09_rope_nope", "NoPE" if c.mla_use_nope else "RoPE"
+    note = [rect(x - 19, row + 15, 38, 17, "rust", 0), text(x, row + 27, words, "middle", size=11)]
+    return link(f"{chapter}.ipynb", f"{words}: {draw.told(chapter)}", note)
 
 
 def branch(places: list[float], y: float) -> list[list]:
@@ -125,13 +136,14 @@ def experts_half(c: K3Config, draw: Parts, y: float) -> list[list]:
     """Router and bias choose; the experts compute in the latent; the shared branch goes beside."""
     row, experts, up, add = y + ROW, y + 152, y + 194, y + ADD["feed-forward"]
     latent, shared = c.routed_expert_hidden_size, c.num_shared_experts
-    bias, narrow, wide = 174, 242, 318
+    router, bias, narrow, wide = 109, 181, 249, 321
     words = f"{c.num_experts_per_token} of {c.num_experts} experts"
-    marks = draw(106, row, "router", "02_moe", "green")
-    marks += arrow([(138, row), (148, row)]) + draw(bias, row, "bias", "06_balancing", "green")
-    marks += down(bias, row + 14, experts - 15, str(c.num_experts))
+    marks = draw(router, row, "router", "02_moe", "green")
+    marks += arrow([(router + 34, row), (bias - 28, row)])
+    marks += draw(bias, row, "bias", "06_balancing", "green")
+    marks += down(bias, row + 14, experts - 15, f"top {c.num_experts_per_token}")
     marks += draw(AXIS, experts, words, "04_situ", "green")
-    marks += branch([106, narrow if latent else AXIS + 20] + [wide] * bool(shared), y)
+    marks += branch([router, narrow if latent else AXIS + 30] + [wide] * bool(shared), y)
     if latent:
         marks += draw(narrow, row, "down", "05_latent_moe", "green")
         marks += down(narrow, row + 14, experts - 15, str(latent))
@@ -139,10 +151,10 @@ def experts_half(c: K3Config, draw: Parts, y: float) -> list[list]:
         norm = "norm, up" if c.latent_moe_use_norm else "up"
         marks += draw(AXIS, up, norm, "05_latent_moe", "green") + down(AXIS, up + 14, add - 11)
     else:
-        marks += down(AXIS + 20, row - 15, experts - 15, str(c.hidden_size))
+        marks += down(AXIS + 30, row - 15, experts - 15, str(c.hidden_size))
         marks += down(AXIS, experts + 14, add - 11)
     if shared:
         marks += draw(wide, row, "shared", "05_latent_moe", "green")
         marks += arrow([(wide, row + 14), (wide, add), (AXIS + 11, add)])
-        marks.append(text(wide - 5, experts + 4, c.hidden_size, "end", size=10))
+        marks.append(text(wide + 5, row + 25, c.hidden_size, "start", size=10.5))
     return marks

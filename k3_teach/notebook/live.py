@@ -21,7 +21,7 @@ from .palette import DARK, LIGHT, tokens
 SCRIPT = Path(__file__).with_name("live.js").read_text(encoding="utf-8")
 # Dark pages: the book's, JupyterLab's and Notebook's, VS Code's, Colab's.
 ON_DARK = ('html[data-theme="dark"]', '[data-jp-theme-light="false"]', ".vscode-dark",
-           "html[theme=dark]")
+           ".vscode-high-contrast:not(.vscode-high-contrast-light)", "html[theme=dark]")
 STYLE = (f".k3-live{{{tokens(LIGHT)}}}"
          + ",".join(f"{dark} .k3-live" for dark in ON_DARK) + f"{{{tokens(DARK)}}}\n"
          + Path(__file__).with_name("live.css").read_text(encoding="utf-8"))
@@ -135,6 +135,9 @@ def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
     among the stops. `alt`: what the picture shows, whatever the stop; the drawing adds what it
     shows at this one. ValueError names what is wrong.
     """
+    for name, values in controls.items():
+        if isinstance(values, (set, frozenset)):
+            raise ValueError(f"control {name} is a set; it must be a list, which has an order")
     controls = {name: list(values) for name, values in controls.items()}
     if not alt.strip() or not controls:
         raise ValueError("a live figure needs alt, the text alternative, and at least one control")
@@ -152,13 +155,14 @@ def live(fn, *, alt: str, start: dict | None = None, steps: str | None = None,
         raise ValueError(f"the controls make {stops} stops; at most {MOST_STOPS} are stored")
     names = ", ".join(controls)
     for name, index in (start or {}).items():
-        if name not in controls or not 0 <= index < len(controls[name]):
+        known = name in controls and isinstance(index, int)
+        if not known or not 0 <= index < len(controls[name]):
             allowed = f"the index of a stop of one of {names}"
             raise ValueError(f"start[{name!r}] is {index}; it must be {allowed}")
     if steps is not None and steps not in controls:
         raise ValueError(f"steps is {steps!r}; it must be one of {names}")
-    if pick is not None and (len(pick) != 1 or not set(pick) <= set(controls)):
-        allowed = f"it must name one of {names} and its part of the picture"
+    if pick is not None and not _is_pick(pick, controls):
+        allowed = f"it must be {{one of {names}: (x0, y0, x1, y1)}} with x0 < x1"
         raise ValueError(f"pick is {pick!r}; {allowed}")
     return Live(fn, alt, controls, start or {}, steps, pick, kernel)
 
@@ -171,8 +175,13 @@ def picture(drawing: Drawing, *, alt: str) -> Live:
 
 
 def _word(value) -> str:
-    """A stop in words; numbers with as many digits as tell neighbours apart in most figures."""
     return value if isinstance(value, str) else number(value, 4)
+
+
+def _is_pick(pick: dict, controls: dict) -> bool:
+    """One control and a box with a width."""
+    boxes = [tuple(box) for name, box in pick.items() if name in controls]
+    return len(pick) == len(boxes) == 1 and len(boxes[0]) == 4 and boxes[0][0] < boxes[0][2]
 
 
 def _checked(drawing) -> Drawing:

@@ -35,6 +35,7 @@ CHAPTERS = {
     "18_porting": ("Forty ways to get it wrong", WHOLE),
 }  # fmt: skip
 LEFT, RIGHT = 6, 354
+ACCENT = "strong"       # what is lit on the small map; colours are for kinds, pink for reads
 # Kinds of sub-layers: a colour, and the chapter that a legend leads to.
 KINDS = {
     "KDA": ("blue", "08_kda_hybrid"),
@@ -56,7 +57,7 @@ def feed_forward(c: K3Config, layer: int) -> str:
 
 
 def depth_sources(c: K3Config, layer: int) -> tuple[int, int]:
-    """How many sources the two reads of a layer have: embedding, sealed blocks, live sum.
+    """How many sources the two reads of a layer have: sealed ones and the live sum.
 
     A block's first layer reads, then seals: its first read still sees the sum before.
     """
@@ -73,8 +74,8 @@ def says(c: K3Config, layer: int) -> str:
     if not size:
         return f"Layer {layer}: {mixer(c, layer)}, then {ffn}."
     number = layer // size
-    kept = "the embedding" if number == 0 else f"block {number}"
-    seal = f" Between its two reads {kept} is sealed." if layer % size == 0 else ""
+    kept = "the live sum" if number else "the embedding"
+    seal = f" Between its two reads {kept} is sealed as b{number}." if layer % size == 0 else ""
     many = f"{first} source{'s' * (first > 1)} and {second}"
     return (f"Layer {layer}, in block {number + 1}: {mixer(c, layer)}, then {ffn}. "
             f"Its depth reads have {many}.{seal}")
@@ -110,41 +111,46 @@ def strip(c: K3Config, y: float, tall: float, lit=None, words=True) -> list[list
 
 def brackets(c: K3Config, y: float, lit, words: bool) -> list[list]:
     size, marks = c.attn_res_block_size, []
-    colour, width = ("pink", 2) if lit is not None and "blocks" in lit else ("ink", 1)
+    colour, width = (ACCENT, 2) if lit is not None and "blocks" in lit else ("ink", 1)
     for first in range(0, c.num_hidden_layers if size else 0, size or 1):
         a = column(c, first)
         b = column(c, min(first + size, c.num_hidden_layers)) - 1.5
         marks.append(path([(a, y), (a, y + 4), (b, y + 4), (b, y)], colour, width))
         if words:
-            label = f"block {first // size + 1}" if b - a > 30 else first // size + 1
-            marks.append(text((a + b) / 2, y + 15, label, "middle", colour, 9))
+            label = f"block {first // size + 1}" if b - a > 36 else first // size + 1
+            marks.append(text((a + b) / 2, y + 15, label, "middle", colour, 10.5))
     return marks
 
 
 def chain(c: K3Config, y: float, lit=None, links=False) -> tuple[list[list], float, float]:
     """From token ids to the next token, with the layers as one box, and where that box begins and
-    ends. Steps that are not `lit` are pale."""
+    ends. Steps that are not `lit` are pale (None: all have the colour of what they are)."""
     layers = f"{c.num_hidden_layers} layers"
     steps = ["embed", layers, *(["read"] if c.attn_res_block_size else []), "norm", "head"]
-    marks, x, span = [text(4, y + 4, "ids", "start", size=10)], 21, (0, 0)
+    marks, x, span = [text(4, y + 4, "ids", "start", size=10.5)], 21, (0, 0)
     if lit and lit - {"embed", "head"}:
         lit = lit | {layers}
     for words in steps:
-        width = 6.4 * len(words) + 9
+        width = 6.4 * len(words) + 11
         span = (x + 8, x + 8 + width) if words == layers else span
         marks += arrow([(x, y), (x + 7, y)], "ink", 1.2)
-        box = small_box(x + 8, y, words, width, lit is None or words in lit)
+        colour = "pink" if words == "read" else "ink"
+        box = small_box(x + 8, y, words, width, colour if lit is None else shade(words, lit))
         to = ENDS.get(words) if links else None
         marks += [link(f"{to}.ipynb", f"{words}: {told(to)}", box)] if to else box
         x += 9 + width
-    end = text(x + 10, y + 4, "next token", "start", size=10)
+    end = text(x + 10, y + 4, "next token", "start", size=10.5)
     return [*marks, *arrow([(x, y), (x + 7, y)], "ink", 1.2), end], *span
 
 
-def small_box(x: float, y: float, words: str, width: float, on: bool) -> list[list]:
-    colour, opacity, ink = ("blue", 1, "on") if on else ("ink", 0.18, "strong")
+def shade(words: str, lit: set) -> str:
+    return ACCENT if words in lit else "pale"
+
+
+def small_box(x: float, y: float, words: str, width: float, colour: str) -> list[list]:
+    colour, opacity, ink = ("ink", 0.18, "strong") if colour == "pale" else (colour, 1, "on")
     return [rect(x, y - 9, width, 18, colour, opacity),
-            text(x + width / 2, y + 3.5, words, "middle", ink, 10, True)]
+            text(x + width / 2, y + 3.5, words, "middle", ink, 10.5, True)]
 
 
 def told(chapter: str) -> str:
@@ -184,7 +190,7 @@ def legend(y: float) -> list[list]:
         room = rect(x - 2, y - 13, 16 + 7 * len(kind), 18, colour, 0)     # something to hit
         entry = [room, rect(x, y - 8, 9, 9, colour), text(x + 13, y, kind, "start", size=11)]
         marks.append(link(f"{chapter}.ipynb", f"{kind}: {told(chapter)}", entry))
-    return [*marks, text(RIGHT, y, "small numbers: chapters", "end", size=10)]
+    return [*marks, text(RIGHT, y, "numbers: chapters", "end", size=10.5)]
 
 
 def live_map(c: K3Config, start: int = 0) -> Live:
@@ -205,23 +211,26 @@ def here(chapter: str, c: K3Config | None = None) -> Live:
     middle = c.num_hidden_layers // 2
     marks, *layers = chain(c, 12, lit)
     marks += zoom(*layers, 21, 30) + strip(c, 36, 9, lit, words=False)
-    marks += zoom(column(c, middle), column(c, middle + 1), 64, 76) + steps_of_a_layer(c, 86, lit)
+    marks += zoom(column(c, middle), column(c, middle + 1), 64, 76) + steps_of_a_layer(c, 97, lit)
     names = "everything" if lit == set(WHOLE) else ", ".join(CHAPTERS[chapter][1]) or "nothing"
-    drawing = Drawing(98, [link("00_map.ipynb", "the map of the model", marks)], f"Lit: {names}.")
+    drawing = Drawing(120, [link("00_map.ipynb", "the map of the model", marks)], f"Lit: {names}.")
     return picture(drawing, alt="Small map of the model with the part of this chapter lit.")
 
 
 def steps_of_a_layer(c: K3Config, y: float, lit: set) -> list[list]:
-    """A layer's steps in a row; in place of its feed-forward the parts of that."""
-    steps = ["norm", "mixer", "norm", "router", "latent", "expert"]
-    if c.attn_res_block_size:
-        steps = ["read", *steps[:2], "read", *steps[2:]]
+    """A layer's steps in a row; in place of its feed-forward the parts of that.
+
+    Router and latent stand above one another: both begin at the norm, and the expert needs both.
+    """
+    read = ["read"] if c.attn_res_block_size else []
+    latent = ["latent"] if c.routed_expert_hidden_size else []
     marks, x = [], LEFT
-    for step in steps:
-        if marks:
-            marks += arrow([(x + 1, y), (x + 5, y)], "ink", 1)
-            x += 6
-        width = 6 * len(step) + 9
-        marks += small_box(x, y, step, width, step in lit)
-        x += width
-    return marks
+    for step in [*read, "norm", "mixer", *read, "norm"]:
+        marks += arrow([(x - 6, y), (x - 1, y)], "ink", 1) if marks else []
+        marks += small_box(x, y, step, 6 * len(step) + 12, shade(step, lit))
+        x += 6 * len(step) + 19
+    for step, place in zip(["router", *latent], (y - 11, y + 11) if latent else (y,)):
+        marks += arrow([(x - 6, y), (x + 4, place)], "ink", 1)
+        marks += small_box(x + 6, place, step, 48, shade(step, lit))
+        marks += arrow([(x + 55, place), (x + 64, (place + y) / 2)], "ink", 1)
+    return marks + small_box(x + 66, y, "expert", 48, shade("expert", lit))

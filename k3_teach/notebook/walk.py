@@ -1,4 +1,4 @@
-"""One token's way through a model: at each sub-layer what it reads, what is sealed, what is added.
+"""One token's way through a model: at each sub-layer what is read, sealed and added.
 
     logits, trace = model(ids, return_trace=True)
     live_walk(model.config, ids, logits, trace)
@@ -12,12 +12,12 @@ from k3_teach.config import K3Config
 
 from .draw import Drawing, line, number, path, rect, stack, text
 from .live import Live, live
-from .model_map import LEFT, RIGHT, column, feed_forward, mixer, strip
+from .model_map import KINDS, LEFT, RIGHT, column, feed_forward, mixer, strip
 
 
 @dataclass
 class Step:
-    """One sub-layer. Sources have the names emb, b1, b2, ... and live."""
+    """One sub-layer. Sources have the names b0 (the embedding), b1, b2, ... and live."""
 
     layer: int
     kind: str                   # KDA, MLA, MoE or dense
@@ -34,8 +34,8 @@ def rms(v: Tensor) -> float:
 def by_source(values: list) -> dict:
     """Values by the names of their sources, of which the last is the live sum."""
     if len(values) == 1:
-        return {"emb": values[0]}
-    return dict(zip(["emb", *(f"b{n}" for n in range(1, len(values) - 1)), "live"], values))
+        return {"b0": values[0]}
+    return dict(zip([*(f"b{n}" for n in range(len(values) - 1)), "live"], values))
 
 
 def walk(c: K3Config, trace: dict) -> list[Step]:
@@ -68,27 +68,29 @@ def live_walk(c: K3Config, ids: Tensor, logits: Tensor, trace: dict, start: int 
 
     def stop(at: str) -> Drawing:
         words, weights, sizes = stops[at]
+        colour = KINDS.get(at.split(", ")[-1], ["ink"])[0]
         rows = (where(c, names.index(at), len(names), half),
-                bars(places, weights, 1, "weights of the read"),
-                bars(places, sizes, tallest, "sizes of the sources, and of what was added"))
+                bars(places, weights, 1, "weights of the read", {}, "pink"),
+                bars(places, sizes, tallest, "sizes after the step, and of what it added",
+                     {"live": "strong", "added": colour}, "ink"))
         drawing = stack(*rows, gap=4)
         return Drawing(drawing.height, drawing.marks, words)
 
     alt = ("All layers, the present sub-layer framed; the weights of its depth read; the sizes of "
-           "the sources.")
+           "the sources after it.")
     return live(stop, alt=alt, steps="at", start={"at": start}, at=names,
                 pick={"at": (LEFT - 2 * half, 4, RIGHT + 2 * half, 70)})
 
 
 def told(c: K3Config, ids: Tensor, logits: Tensor, trace: dict, steps: list[Step]) -> dict:
     """Each stop's name -> what happens in words, weights of the read, sizes."""
-    first, last = steps[0].sizes["emb"], by_source(trace["output_read"][0, -1].tolist())
+    first, last = steps[0].sizes["b0"], by_source(trace["output_read"][0, -1].tolist())
     best = logits[0, -1].softmax(-1).topk(3)
     likely = ", ".join(f"{i} with {p:.2f}" for i, p in zip(best.indices.tolist(), best.values))
     return {
         "ids": (f"{ids.shape[1]} token ids; the last one is {ids[0, -1]}.", {}, {}),
-        "embed": (f"Its row of the embedding is the first source, of size {first:.2f}.",
-                  {}, {"emb": first}),
+        "embed": (f"Its row of the embedding is the first source, b0, of size {first:.2f}.",
+                  {}, {"b0": first}),
         **{f"layer {s.layer}, {s.kind}": during(c, s) for s in steps},
         "last read": (f"The last read takes {listed(last)}. A norm follows.",
                       last, steps[-1].sizes),
@@ -98,8 +100,8 @@ def told(c: K3Config, ids: Tensor, logits: Tensor, trace: dict, steps: list[Step
 
 def during(c: K3Config, s: Step) -> tuple[str, dict, dict]:
     block = s.layer // c.attn_res_block_size
-    kept = f"the live sum as b{block}" if block else "the embedding"
-    sealed = f" It seals {kept}." if s.seals else ""
+    kept = "the live sum" if block else "the embedding"
+    sealed = f" It seals {kept} as b{block}." if s.seals else ""
     words = (f"Layer {s.layer}, {s.kind}, reads {listed(s.weights)}.{sealed} "
              f"It adds a vector of size {s.added:.2f}; the live sum is now {s.sizes['live']:.2f}.")
     return words, s.weights, s.sizes | {"added": s.added}
@@ -109,15 +111,16 @@ def listed(weights: dict) -> str:
     return ", ".join(f"{name} {w:.2f}" for name, w in weights.items())
 
 
-def bars(places: list[str], values: dict, top: float, label: str) -> Drawing:
-    """Bars in fixed places; what is not there yet has none."""
+def bars(places: list[str], values: dict, top: float, label: str, colours: dict, other: str
+         ) -> Drawing:
+    """Bars in fixed places; what is not there yet has none. `other`: the colour of the rest."""
     floor, wide = 92, (RIGHT - LEFT) / len(places)
     marks = [text(4, 12, label, "start", size=11), line(LEFT, floor, RIGHT, floor)]
     for name, v in values.items():
         x, tall = LEFT + wide * (places.index(name) + 0.5), round(v / top, 2) * (floor - 34)
-        colour = {"live": "rust", "added": "green"}.get(name, "blue")
+        colour = colours.get(name, other)
         marks += [rect(x - 0.36 * wide, floor - tall, 0.72 * wide, tall, colour),
-                  text(x, floor - tall - 4, number(round(v, 2), 2), size=10),
+                  text(x, floor - tall - 4, number(round(v, 2), 2), size=10.5),
                   text(x, floor + 13, name, size=11)]
     return Drawing(floor + 18, marks, "")
 

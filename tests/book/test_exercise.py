@@ -96,8 +96,12 @@ def test_several_values():
 
 def test_one_right_value_for_each_case():
     assert check(abs, like=[1, 2], on=[(-1,), (2,)]).right
-    with pytest.raises(ValueError, match="like has 1 values, on has 2 cases"):
+    with pytest.raises(ValueError, match="'like' has 1 values, on has 2 cases"):
         check(abs, like=[1], on=[(1,), (2,)])
+    with pytest.raises(ValueError, match="'half' has 1 values, on has 2 cases"):
+        check(abs, like=[1, 2], on=[(1,), (2,)], wrong={"half": [1]})
+    with pytest.raises(ValueError, match="on has no cases"):
+        check(abs, like=[], on=[])
     with pytest.raises(ValueError, match="like is None"):
         check(abs, on=[(1,)])
 
@@ -129,6 +133,27 @@ def test_what_is_nearly_right_is_not_right(answer, like):
 ])  # fmt: skip
 def test_the_same_in_another_form_is_right(answer, like):
     assert check(answer, like=[like]).right
+
+
+def test_an_answer_is_called_once_for_each_case():
+    calls = []
+
+    def answer(x):
+        calls.append(x)
+        return 3 * x
+
+    says(answer, like=double, on=[X, 2 * X], wrong={"x is squared": torch.square, "kept": abs})
+    assert len(calls) == 2
+
+
+def test_tolerance_is_relative_and_absolute_but_whole_numbers_are_exact():
+    assert check(1e6 + 0.5, like=1e6, tolerance=1e-6).right and not check(1e6 + 5, like=1e6).right
+    assert check(1e-7, like=0.0, tolerance=1e-6).right and not check(9, like=10, tolerance=1).right
+
+
+def test_a_mistake_is_named_only_if_every_case_agrees():
+    answer = lambda x: x if x < 2 else 5 * x
+    assert "one gets" not in says(answer, like=[7, 7], on=[(1,), (3,)], wrong={"kept": lambda x: x})
 
 
 def test_no_answer_stops_the_notebook():

@@ -93,7 +93,9 @@ def test_builders_say_what_they_show(drawing, says):
 
 
 def test_numbers_are_short():
-    assert [draw.number(x) for x in (0, -0.0, 1.23456, -12345.6, 1e-9, 3e10, float("inf"))] == ["0", "0", "1.23", "−1.23e4", "1.00e−9", "3.00e10", "∞"]
+    short = {0: "0", -0.0: "0", 1.23456: "1.23", -12345.6: "−12300", 1200: "1200", 999.6: "1000",
+             1e5: "1.00e5", 1e-9: "1.00e−9", 3e10: "3.00e10", 1e-4: "1.00e−4", float("inf"): "∞"}
+    assert [draw.number(x) for x in short] == list(short.values())
 
 
 def test_ticks_are_round():
@@ -246,3 +248,108 @@ def test_vector_figures_are_the_same_bytes_each_time():
 
     assert one() == one() and "<dc:date>" not in one()
     assert palette.PALETTE["blue"] in one() and palette.INK in one()
+
+
+def coordinates(mark):
+    return [tuple(map(float, place.split())) for place in mark[1][1:].split("L")]
+
+
+def test_up_is_more():
+    drawing = draw.lines([0, 1], {"f": [0, 1]})
+    (curve,) = [m for m in drawing.marks if m[0] == "path"]
+    (x0, y0), (x1, y1) = coordinates(curve)
+    assert x1 > x0 and y1 < y0
+    low, high = [m for m in draw.scatter({"s": [(0, 0), (1, 1)]}).marks if m[0] == "dot"][:2]
+    assert high[1] > low[1] and high[2] < low[2]
+    heights = [m[4] for m in draw.bars([1, 2]).marks if m[0] == "rect"]
+    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
+
+
+def test_stronger_is_larger():
+    shades = [m[6] for m in draw.heat([[1, 2, float("nan")]]).marks if m[0] == "rect"]
+    assert shades[0] < shades[1] and shades[2] == shades[0]
+    assert len({m[6] for m in draw.heat([[3, 3]]).marks if m[0] == "rect"}) == 1
+
+
+def test_values_outside_the_limits_stay_in_the_picture():
+    (bar,) = [m for m in draw.bars([10], limits=(0, 4)).marks if m[0] == "rect"]
+    assert 0 <= bar[2] and bar[2] + bar[4] <= 180
+    dots = draw.scatter({"s": [(0, 0), (9, 9)]}, x_limits=(0, 1), y_limits=(0, 1)).marks
+    assert sum(m[0] == "dot" for m in dots) == 2  # one of the two, and the legend's
+
+
+def test_a_gap_is_not_drawn_over():
+    nan = float("nan")
+    drawing = draw.lines([0, 1, 2, 3, 4], {"f": [nan, 1, nan, 2, 3]})
+    assert [len(coordinates(m)) for m in drawing.marks if m[0] == "path"] == [1, 2]
+    assert drawing.says == "f from 1 to 3"
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (lambda: draw.bars([1, 2], "a"), "zip"), (lambda: draw.lines([0, 1], {"f": [1]}), "zip"),
+    (lambda: draw.lines([1], {"f": [1]}), "the limits are"), (lambda: draw.bars([1], limits=(2, 2)), "the limits are"),
+    (lambda: draw.bars([float("nan")]), "a coordinate is nan"), (lambda: live(draw.bars, alt="x", a={1, 2}), "a is a set"),
+    (lambda: live(lambda a: draw.bars([a]), alt="x", a=[1, 1.0]), "says '1' at two stops"),
+    (lambda: live(lambda a: draw.bars([a]), alt="x", a=[1, 2], start={"a": 2}), "index of a stop"),
+    (lambda: live(lambda a: draw.bars([a]), alt="x", a=[1, 2], start={"a": 1.0}), "index of a stop"),
+    (lambda: live(lambda a: draw.bars([a]), alt="x", a=[1, 2], pick={"a": (5, 0, 5, 9)}), "with x0 < x1"),
+])  # fmt: skip
+def test_what_cannot_be_drawn_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()
+
+
+def test_words_cannot_break_a_still():
+    from xml.etree import ElementTree
+    root = ElementTree.fromstring(draw.bars([1], ['<a "b"&']).svg())
+    assert root.attrib["aria-label"] == '<a "b"& 1' and root[0].attrib["fill"] == "#fff"
+
+
+def test_what_is_lit_is_said_and_marked():
+    drawing = draw.blocks([["a"], ["b"], ["c"]], [("a", "b"), ("b", "c")], lit={"a", "b"})
+    assert drawing.says == "a, b"
+    assert [m[2] for m in drawing.marks if m[0] == "path"] == ["rust", "rust", "ink", "ink"]
+    assert draw.bars([1, 2], "ab", lit=set()).says == "a 1, b 2"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("page_is", ['<html data-theme="dark">', "<html theme=dark>", '<body data-jp-theme-light="false">',
+                                     '<body class="vscode-dark">', '<body class="vscode-high-contrast">'])  # fmt: skip
+def test_every_viewer_has_its_dark_colours(browser, tmp_path, page_is):
+    text = f"<!doctype html>{page_is}<meta charset='utf-8'>{example().to_html()}"
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    page = browser.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    ink = "e => getComputedStyle(e).getPropertyValue('--k3-ink')"
+    assert page.locator(".k3-live").evaluate(ink).strip() == palette.DARK["ink"]
+    page.close()
+
+
+@pytest.mark.browser
+def test_what_a_screen_reader_hears(browser, tmp_path):
+    """Names and values of the controls; one announcement for a move; no key reaches the viewer."""
+    figure = live(lambda some_size, kind, at: draw.bars([some_size]), alt="T.", steps="at",
+                  some_size=[0.12345, 2], kind=["slow", "fast"], at=["one", "two", "three"])
+    html = f"<!doctype html><meta charset='utf-8'><body>{figure.to_html()}"
+    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    with screen(browser) as context:
+        page, wrong = open_page(context, (tmp_path / "page.html").as_uri())
+        page.evaluate("window.keys = 0; document.addEventListener('keydown', () => { window.keys += 1; })")
+        slider = page.get_by_role("slider", name="some size", exact=True)
+        assert slider.get_attribute("aria-valuetext") == "0.1235"
+        assert page.locator("[aria-live]").count() == 1 and page.locator("output").count() == 0
+        assert page.locator("input:not([data-lm-suppress-shortcuts]), button:not([data-lm-suppress-shortcuts])").count() == 0
+        slider.focus()
+        assert slider.evaluate("e => getComputedStyle(e).outlineWidth") == "3px"
+        page.keyboard.press("ArrowRight")
+        assert slider.get_attribute("aria-valuetext") == "2" and page.locator(".k3-value").first.text_content() == "2"
+        group = page.get_by_role("group", name="at", exact=True)
+        group.get_by_text("next").focus()
+        seen = []
+        for key in ("ArrowRight", "Enter", "Enter", "Home", "End", "ArrowLeft"):
+            page.keyboard.press(key)
+            off = [b.get_attribute("aria-disabled") for b in group.get_by_role("button").all()]
+            seen.append((group.locator(".k3-value").text_content()[0], *off))
+        on, end, start = ("2", "false", "false"), ("3", "false", "true"), ("1", "true", "false")
+        assert seen == [on, end, end, start, end, on]
+        assert page.evaluate("window.keys") == 0 and not wrong

@@ -1,6 +1,7 @@
 """The map of the model: what it says is what a model of the same configuration does, and its links lead to chapters."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from k3_teach.notebook.model_map import (
     says,
     strip,
 )
-from k3_teach.notebook.walk import live_walk, rms, walk
 
 from .browser import open_page, screen
 
@@ -98,10 +98,10 @@ def test_k3_in_numbers():
 
 def test_a_layer_in_words():
     assert says(K3, 0) == ("Layer 0, in block 1: KDA, then a dense feed-forward. Its depth reads have 1 source and 2. "
-                           "Between its two reads the embedding is sealed.")
+                           "Between its two reads the embedding is sealed as b0.")
     assert says(K3, 92) == ("Layer 92, in block 8: MLA, then a mixture of 896 experts, 16 for each token. "
                             "Its depth reads have 9 sources and 9.")
-    assert says(K3, 84).endswith("Between its two reads block 7 is sealed.")
+    assert says(K3, 84).endswith("Between its two reads the live sum is sealed as b7.")
     assert says(BARE, 1) == "Layer 1: KDA, then a mixture of 16 experts, 4 for each token."
 
 
@@ -132,15 +132,32 @@ def test_the_opened_layer_has_its_parts():
     first, border, last = ([str(w) for w in words(model_map(K3, i).marks)] for i in (0, 84, 92))
     assert {"KDA", "dense, 33792 wide", "seal"} <= {*first} and "router" not in first
     assert first.count("embedding") == 2 and first.count("live sum") == 1
-    assert border.count("live sum") == 2 and "the sum is block 7" in border and border.count("block 7") == 2
-    assert {"latent 576", "NoPE", "MLA", "16 of 896 experts", "896", "3584", "7168"} <= {*last} and "seal" not in last
+    assert border.count("live sum") == 2 and "is now b7" in border and border.count("b7") == 1
+    assert {"latent 576", "NoPE", "MLA", "16 of 896 experts", "top 16", "3584", "7168"} <= {*last} and "seal" not in last
     assert last.count("embedding") == 2 and last.count("live sum") == 2
 
 
 def test_a_plain_residual_has_no_depth_read_and_bare_parts_are_left_out():
     shown = [str(w) for w in words(model_map(BARE, 3).marks)]
     assert shown.count("the sum so far") == 2 and "RoPE" in shown
-    assert not {"depth read", "read", "seal", "embedding", "down", "norm, up", "shared", "gate", "block 1"} & {*shown}
+    assert not {"depth read", "read", "seal", "embedding", "down", "norm, up", "shared", "gate", "b1"} & {*shown}
+
+
+@pytest.mark.parametrize("layer", range(0, 93, 12))
+def test_what_is_sealed_is_the_last_source_of_the_first_read(layer):
+    marks = [m for m in model_map(K3, layer).marks if m[0] != "link"]
+    name = "live sum" if layer else "embedding"
+    place = next(i for i, m in enumerate(marks) if m[0] == "text" and m[3] == name)
+    kind, left, top, width, tall, *_ = marks[place - 1]
+    below = f"M{left + width / 2:g} {top + tall:g}L{left + width / 2:g} "
+    assert kind == "rect" and any(m[0] == "path" and m[1].startswith(below) for m in marks)
+
+
+def test_colours_are_for_kinds_and_reads():
+    """The row of the whole model has none of them but the read's."""
+    boxes = {m[3][1][3]: m[3][0][5] for m in model_map(K3).marks if m[0] == "link" and m[3][0][2] < 20}
+    assert boxes == {"embed": "ink", "read": "pink", "norm": "ink", "head": "ink"}
+    assert len({colour for colour, _ in KINDS.values()} | {"pink", "ink", "strong"}) == len(KINDS) + 3
 
 
 @configurations
@@ -175,6 +192,14 @@ def test_every_link_of_the_map_leads_to_a_planned_chapter(c):
     assert found == {f"{name}.ipynb" for name in mechanisms}
 
 
+def test_the_preface_says_which_chapters_there_are():
+    folder = Path(__file__).parents[2] / "book"
+    written = [name for name in PLANNED if (folder / f"{name}.ipynb").exists()]
+    preface = (folder / "index.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^Of the (\d+) chapters, (.*) are written so far", preface, re.M)
+    assert int(line[0]) == len(PLANNED) and re.findall(r"\]\((\w+)\.ipynb\)", line[1]) == written
+
+
 # ---- the small map -----------------------------------------------------------------------------------
 
 
@@ -191,75 +216,25 @@ def test_small_map_of_every_chapter(chapter):
 def test_small_map_lights_the_chapter_s_part():
     def bright(chapter):
         marks = here(chapter).first.marks[0][3]
-        boxes = {marks[i + 1][3] for i, m in enumerate(marks) if m[0] == "rect" and m[5:] == ["blue", 1]}
+        boxes = {marks[i + 1][3] for i, m in enumerate(marks) if m[0] == "rect" and m[5:] == ["strong", 1]}
         return boxes | {m[2] for m in marks if m[0] == "path" and m[3] > 1.5}
 
     assert bright("02_moe") == {"93 layers", "router", "expert", "green"}
-    assert bright("03_attn_res") == {"93 layers", "read", "pink"}
+    assert bright("03_attn_res") == {"93 layers", "read", "strong"}
     assert bright("08_kda_hybrid") == {"93 layers", "mixer", "blue", "rust"}
     assert bright("12_sources") == set()
-    assert bright("14_assemble") >= {"embed", "head", "latent", "blue", "rust", "green", "ochre", "pink"}
+    assert bright("14_assemble") >= {"embed", "head", "latent", "blue", "rust", "green", "ochre", "strong"}
+
+
+def test_on_the_small_map_the_latent_does_not_wait_for_the_router():
+    marks = here("05_latent_moe").first.marks[0][3]
+    left = {m[3]: marks[i - 1][1] for i, m in enumerate(marks) if m[0] == "text" and marks[i - 1][0] == "rect"}
+    assert left["mixer"] < left["router"] == left["latent"] < left["expert"]
 
 
 def test_an_unknown_chapter_is_named():
     with pytest.raises(ValueError, match="chapter is '2_moe'; it must be one of 00_map"):
         here("2_moe")
-
-
-# ---- one token's way through the model ---------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["k3", "toy"])
-def run(request):
-    c = {"k3": thin(K3), "toy": TOY}[request.param]
-    torch.manual_seed(0)
-    model, ids = k3.K3Model(c, dtype=torch.float64, init="released"), torch.tensor([[1, 2, 3, 30]])
-    with torch.no_grad():
-        return c, ids, *model(ids, return_trace=True)
-
-
-def test_walk_is_what_the_trace_says(run):
-    c, _, _, trace = run
-    steps, L = walk(c, trace), c.num_hidden_layers
-    assert [(s.layer, s.kind) for s in steps] == [(i, kind(c, i)) for i in range(L) for kind in (mixer, feed_forward)]
-    size = c.attn_res_block_size
-    assert [s.layer for s in steps if s.seals] == list(range(0, L, size))
-    for i in range(L):
-        first, second = steps[2 * i : 2 * i + 2]
-        assert (len(first.weights), len(second.weights)) == depth_sources(c, i)
-        for step in (first, second):
-            assert sum(step.weights.values()) == pytest.approx(1)
-            assert list(step.sizes) == ["emb", *(f"b{n}" for n in range(1, i // size + 1)), "live"]
-        assert second.sizes["live"] == pytest.approx(rms(trace[f"L{i}.prefix"][0, -1]), rel=1e-9)
-        assert second.added == rms(trace[f"L{i}.mlp_out"][0, -1]) and first.added == rms(trace[f"L{i}.attn_out"][0, -1])
-        for n in range(1, i // size + 1):       # sealed when its block was done, and never changed
-            assert second.sizes[f"b{n}"] == pytest.approx(rms(trace[f"L{n * size - 1}.prefix"][0, -1]), rel=1e-9)
-
-
-def test_live_walk_has_a_stop_for_every_sub_layer(run):
-    c, ids, logits, trace = run
-    figure, L = live_walk(c, ids, logits, trace, start=3), c.num_hidden_layers
-    names = figure.controls["at"]
-    assert len(names) == 2 * L + 4 and names[:3] == ["ids", "embed", "layer 0, KDA"] and names[-1] == "head"
-    assert figure.frame(at="ids").says == "4 token ids; the last one is 30."
-    assert " It seals the embedding. " in figure.frame(at="layer 0, KDA").says
-    border = figure.frame(at=f"layer {c.attn_res_block_size}, KDA").says
-    assert " It seals the live sum as b1. " in border and "seals" not in figure.frame(at="layer 1, KDA").says
-    drawn = [list(words(figure.frame(at=name).marks)) for name in ("embed", "layer 0, KDA", "last read")]
-    assert ["added" in texts for texts in drawn] == [False, True, False] and drawn[1].count("live") == 1
-    assert figure.frame(at="last read").says.count(",") == trace["output_read"].shape[-1] - 1
-    assert f"likeliest are {logits[0, -1].argmax()} with" in figure.frame(at="head").says
-    # Pointing at the upper and lower half of a step's place chooses it.
-    left, _, right, _ = figure.pick["at"]
-    for i in range(L):
-        for half in (0, 1):
-            x = column(c, i + 0.25 + half / 2)
-            assert int(len(names) * (x - left) / (right - left)) == 2 + 2 * i + half
-
-
-def test_a_walk_needs_depth_reads():
-    with pytest.raises(ValueError, match="attn_res_block_size is None"):
-        walk(BARE, {})
 
 
 # ---- on the page -------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Charts: numbers become a Drawing that says them, too."""
 
 import math
+from itertools import groupby
 
 from .marks import DASHES, ORDER, WIDTH, Drawing, dot, line, number, path, rect, text
 
@@ -22,13 +23,15 @@ def spread(values, share: float = 0.05) -> tuple[float, float]:
     """Limits that hold all finite `values` with some room."""
     finite = [v for v in map(float, values) if math.isfinite(v)] or [0.0]
     low, high = min(finite), max(finite)
-    room = (high - low) * share or abs(high) * share or 1.0
+    room = (high - low) * share or (abs(high) * share or 1.0 if share else 0.0)
     return low - room, high + room
 
 
 def _axes(x_limits, y_limits, x_label, y_label, height) -> tuple[list, callable, callable]:
     """Marks of two axes, and the functions from values to places."""
     (x0, x1), (y0, y1) = x_limits, y_limits
+    if not (x0 < x1 and y0 < y1):
+        raise ValueError(f"the limits are {x_limits} and {y_limits}; each must be (low, high)")
     place_x = lambda v: LEFT + (v - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT)
     place_y = lambda v: height - BOTTOM - (v - y0) / (y1 - y0) * (height - BOTTOM - TOP)
     floor = height - BOTTOM
@@ -55,11 +58,13 @@ def bars(values, names=None, limits=None, unit="", lit=None, digits=3, height=18
     values = [float(v) for v in values]
     names = [str(n) for n in (names if names is not None else range(len(values)))]
     low, high = limits or (min(0.0, *values), max(0.0, *values) or 1.0)
+    if not low < high:
+        raise ValueError(f"the limits are {limits}; they must be (low, high)")
     floor, top = height - 24, 22
     place = lambda v: floor - (min(max(v, low), high) - low) / (high - low) * (floor - top)
     step, zero = (WIDTH - 8) / len(values), place(max(low, min(0.0, high)))
     marks = [line(4, zero, WIDTH - 4, zero)]
-    for i, (v, name) in enumerate(zip(values, names)):
+    for i, (v, name) in enumerate(zip(values, names, strict=True)):
         x, y, chosen = 4 + i * step, place(v), lit is not None and i in lit
         colour, opacity = ("blue", 1) if lit is None else ("rust", 1) if chosen else ("ink", 0.45)
         upper, middle = min(zero, y), x + step / 2
@@ -70,7 +75,7 @@ def bars(values, names=None, limits=None, unit="", lit=None, digits=3, height=18
         marks.append(text(middle, height - 6, name, size=12 if step >= 22 else 9))
     unit = " " + unit if unit else ""
     told = ", ".join(f"{n} {number(v, digits)}{unit}" for n, v in zip(names, values))
-    marked = "" if lit is None else ". Marked: " + ", ".join(names[i] for i in sorted(lit))
+    marked = ". Marked: " + ", ".join(names[i] for i in sorted(lit)) if lit else ""
     return Drawing(height, marks, told + marked)
 
 
@@ -86,24 +91,28 @@ def lines(x, ys: dict, x_label="", y_label="", x_limits=None, y_limits=None, mar
     told = []
     for i, (name, y) in enumerate(ys.items()):
         colour, dashes = ORDER[i % len(ORDER)], DASHES[i % len(DASHES)]
-        points = [(place_x(a), place_y(clip(b))) for a, b in zip(x, y) if math.isfinite(b)]
-        marks += [path(points, colour, 2, dashes), *_legend(i, name, colour, dashes)]
+        points = [(place_x(a), place_y(clip(b)) if math.isfinite(b) else None)
+                  for a, b in zip(x, y, strict=True)]
+        runs = [list(run) for seen, run in groupby(points, lambda p: p[1] is not None) if seen]
+        marks += [path(run, colour, 2, dashes) for run in runs]
+        marks += _legend(i, name, colour, dashes)
         if marks_at is not None:
             near = min(range(len(x)), key=lambda j: abs(x[j] - marks_at))
             marks.append(dot(place_x(x[near]), place_y(clip(y[near])), 4, colour))
             told.append(f"{name} {number(y[near])}")
     if says is None:
-        ranges = [f"{name} from {number(min(y))} to {number(max(y))}" for name, y in ys.items()]
+        seen = {name: [v for v in y if math.isfinite(v)] or [math.nan] for name, y in ys.items()}
+        ranges = [f"{name} from {number(min(y))} to {number(max(y))}" for name, y in seen.items()]
         says = f"at {number(marks_at)}: " + ", ".join(told) if told else ", ".join(ranges)
     return Drawing(height, marks, says)
 
 
 def heat(matrix, rows=None, columns=None, limits=None, row_label="", column_label="", says=None,
          digits=2, height=None) -> Drawing:
-    """A matrix as cells; darker is larger. Cells hold their numbers while there is room."""
+    """A matrix as cells; stronger is larger. Cells hold their numbers while there is room."""
     matrix = [[float(v) for v in row] for row in matrix]
     n, m = len(matrix), len(matrix[0])
-    low, high = limits or (min(map(min, matrix)), max(map(max, matrix)))
+    low, high = limits or spread([v for row in matrix for v in row], 0)
     size = min((WIDTH - LEFT - RIGHT) / m, 34.0)
     tall = min(size, 26)
     height = height or TOP + 14 + n * tall + (18 if column_label else 4)
@@ -148,7 +157,9 @@ def scatter(points: dict, x_label="", y_label="", x_limits=None, y_limits=None, 
     marks, place_x, place_y = _axes(x_limits, y_limits, x_label, y_label, height)
     for i, (name, group) in enumerate(points.items()):
         colour = ORDER[i % len(ORDER)]
-        marks += [dot(place_x(a), place_y(b), 3.5, colour) for a, b in group]
+        inside = [(a, b) for a, b in group if x_limits[0] <= a <= x_limits[1]
+                  and y_limits[0] <= b <= y_limits[1]]
+        marks += [dot(place_x(a), place_y(b), 3.5, colour) for a, b in inside]
         marks += _legend(i, name, colour)
     told = ", ".join(f"{len(group)} of {name}" for name, group in points.items())
     return Drawing(height, marks, says or told)

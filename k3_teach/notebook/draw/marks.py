@@ -69,7 +69,11 @@ def number(x: float, digits: int = 3) -> str:
         return "∞" if x > 0 else "−∞" if x < 0 else "not a number"
     if x == 0 or f"{x:.{digits}g}" in ("0", "-0"):
         return "0"
-    text = f"{x:.{digits}g}" if 1e-3 <= abs(x) < 1e5 else f"{x:.{max(digits - 1, 0)}e}"
+    if 1e-3 <= abs(x) < 1e5:
+        text = f"{float(f'{x:.{digits}g}'):f}"
+        text = text.rstrip("0").rstrip(".")
+    else:
+        text = f"{x:.{max(digits - 1, 0)}e}"
     if "e" in text:
         mantissa, exponent = text.split("e")
         text = f"{mantissa}e{int(exponent)}"
@@ -78,6 +82,8 @@ def number(x: float, digits: int = 3) -> str:
 
 def at(x: float) -> float:
     """A coordinate, rounded so that the last bits of a computation change no stored drawing."""
+    if not math.isfinite(x):
+        raise ValueError(f"a coordinate is {float(x)}; it must be finite")
     x = round(float(x), 1) + 0.0
     return int(x) if x == int(x) else x
 

@@ -15,11 +15,11 @@ from sphinx.util import logging
 
 SVG, XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
 SHADES = {
-    "blue": "#2378fd #1b66d6 #1f66d6",
-    "rust": "#a54b01 #c26a24",
-    "green": "#2b8060 #2f9470",
+    "blue": "#2378fd #1b66d6",
+    "rust": "#a54b01",
+    "green": "#2b8060",
     "pink": "#d8489f #b83280",
-    "ochre": "#b38b10 #856800 #7d6109",
+    "ochre": "#b38b10 #856800",
     "purple": "#8a3f86",
     "ink": "#757c86 #5f6670",
     "strong": "#000 #000000 #1a1d21 black",

@@ -145,7 +145,7 @@ def _cell(j, y, size, v, low, high, digits) -> list:
     if size < 30:
         return [cell]
     words = number(v, digits)
-    return [cell, text(LEFT + (j + 0.5) * size, y + tall / 2 + 4, words, "middle", "strong", 10)]
+    return [cell, text(LEFT + (j + 0.5) * size, y + tall / 2 + 4, words, "middle", "strong", 10.5)]
 
 
 def scatter(points: dict, x_label="", y_label="", x_limits=None, y_limits=None, says=None,

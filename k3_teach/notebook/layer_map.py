@@ -21,18 +21,18 @@ def enlarged(c: K3Config, layer: int, y: float, sources: tuple[int, int], told
 
     sources: how many each read has. told: chapter -> where a link to it leads, in words.
     """
-    draw = Parts(told)
-    marks = entrance(c, draw, y, sources[0]) + mixer_half(c, draw, layer, y)
-    marks += seal(c, draw, layer, y, sources[0])
-    marks += entrance(c, draw, y + SECOND, sources[1])
-    marks += (experts_half if c.is_moe(layer) else dense_half)(c, draw, y + SECOND)
+    box = Boxes(told)
+    marks = entrance(c, box, y, sources[0]) + mixer_half(c, box, layer, y)
+    marks += seal(c, box, layer, y, sources[0])
+    marks += entrance(c, box, y + SECOND, sources[1])
+    marks += (experts_half if c.is_moe(layer) else dense_half)(c, box, y + SECOND)
     for place in (y + ADD["mixer"], y + SECOND + ADD["feed-forward"]):
         marks += [dot(AXIS, place, 10, "ink"), text(AXIS, place + 4, "+", "middle", "on", 13, True),
                   text(AXIS - 16, place + 4, "add to the live sum", "end", size=11)]
     return marks, y + SECOND + ADD["feed-forward"] + 16
 
 
-class Parts:
+class Boxes:
     """Draws the boxes."""
 
     def __init__(self, told):
@@ -57,9 +57,9 @@ def down(x: float, y1: float, y2: float, words="") -> list[list]:
     return arrow([(x, y1), (x, y2)]) + label
 
 
-def entrance(c: K3Config, draw: Parts, y: float, sources: int) -> list[list]:
+def entrance(c: K3Config, box: Boxes, y: float, sources: int) -> list[list]:
     """What both halves begin with: the depth read of so many sources, and a norm."""
-    marks = draw(AXIS, y + NORM, "norm", "01_layer", "ink")
+    marks = box(AXIS, y + NORM, "norm", "01_layer", "ink")
     marks += down(AXIS, y + 14, y + NORM - 14, f"[T, {c.hidden_size}]")
     if not c.attn_res_block_size:
         return marks + [rect(AXIS - 56, y - 14, 112, 28, "ink", 0.18),
@@ -70,10 +70,10 @@ def entrance(c: K3Config, draw: Parts, y: float, sources: int) -> list[list]:
         marks += [rect(6, top, LIST_RIGHT - 6, SLAB - 1, "ink", 0.18),
                   text(LIST_RIGHT / 2 + 3, top + 9, words, "middle", "strong", 10.5)]
     marks += arrow([(LIST_RIGHT + 3, y), (AXIS - room("depth read", "03") / 2 - 1, y)], "ink", 1.2)
-    return marks + draw(AXIS, y, "depth read", "03_attn_res", "pink")
+    return marks + box(AXIS, y, "depth read", "03_attn_res", "pink")
 
 
-def seal(c: K3Config, draw: Parts, layer: int, y: float, sources: int) -> list[list]:
+def seal(c: K3Config, box: Boxes, layer: int, y: float, sources: int) -> list[list]:
     """In the first layer of a block: the last source of its first read is kept for good.
 
     That is the live sum, in layer 0 the embedding; what the read returns is not sealed.
@@ -83,11 +83,11 @@ def seal(c: K3Config, draw: Parts, layer: int, y: float, sources: int) -> list[l
         return []
     x, foot = LIST_RIGHT / 2 + 3, y - 14 + SLAB * sources
     return [*arrow([(x, foot), (x, foot + 11)], "ink", 1.2),
-            *draw(x, foot + 26, "seal", "03_attn_res", "pink"),
+            *box(x, foot + 26, "seal", "03_attn_res", "pink"),
             text(x, foot + 53, f"is now b{layer // size}", "middle", size=11)]
 
 
-def mixer_half(c: K3Config, draw: Parts, layer: int, y: float) -> list[list]:
+def mixer_half(c: K3Config, box: Boxes, layer: int, y: float) -> list[list]:
     """The token mixer as a chain of boxes."""
     if c.is_kda(layer):
         colour = "blue"
@@ -101,19 +101,19 @@ def mixer_half(c: K3Config, draw: Parts, layer: int, y: float) -> list[list]:
     marks, row = [], y + ROW
     for i, (part, width) in enumerate(zip(parts, widths)):
         middle = x + width / 2
-        marks += draw(middle, row, *part, colour)
+        marks += box(middle, row, *part, colour)
         marks += arrow([(x - 14, row), (x - 1, row)]) if i else branch([middle], y)
-        marks += [order(c, draw, middle, row)] if part[0] == "MLA" else []
+        marks += [order(c, box, middle, row)] if part[0] == "MLA" else []
         x += width + 14
     add = y + ADD["mixer"]
     return marks + arrow([(middle, row + 14), (middle, add), (AXIS + 11, add)])
 
 
-def order(c: K3Config, draw: Parts, x: float, row: float) -> list:
+def order(c: K3Config, box: Boxes, x: float, row: float) -> list:
     """A note under MLA: whether it turns queries and keys by their positions."""
     chapter, words = "09_rope_nope", "NoPE" if c.mla_use_nope else "RoPE"
     note = [rect(x - 19, row + 15, 38, 17, "rust", 0), text(x, row + 27, words, "middle", size=11)]
-    return link(f"{chapter}.ipynb", f"{words}: {draw.told(chapter)}", note)
+    return link(f"{chapter}.ipynb", f"{words}: {box.told(chapter)}", note)
 
 
 def branch(places: list[float], y: float) -> list[list]:
@@ -125,36 +125,36 @@ def branch(places: list[float], y: float) -> list[list]:
     return marks
 
 
-def dense_half(c: K3Config, draw: Parts, y: float) -> list[list]:
+def dense_half(c: K3Config, box: Boxes, y: float) -> list[list]:
     row, words = y + 142, f"dense, {c.intermediate_size} wide"
     return [*down(AXIS, y + NORM + 14, row - 15, f"[T, {c.hidden_size}]"),
-            *draw(AXIS, row, words, "04_situ", "ochre"),
+            *box(AXIS, row, words, "04_situ", "ochre"),
             *down(AXIS, row + 14, y + ADD["feed-forward"] - 11, f"[T, {c.hidden_size}]")]
 
 
-def experts_half(c: K3Config, draw: Parts, y: float) -> list[list]:
+def experts_half(c: K3Config, box: Boxes, y: float) -> list[list]:
     """Router and bias choose; the experts compute in the latent; the shared branch goes beside."""
     row, experts, up, add = y + ROW, y + 152, y + 194, y + ADD["feed-forward"]
     latent, shared = c.routed_expert_hidden_size, c.num_shared_experts
     router, bias, narrow, wide = 109, 181, 249, 321
     words = f"{c.num_experts_per_token} of {c.num_experts} experts"
-    marks = draw(router, row, "router", "02_moe", "green")
+    marks = box(router, row, "router", "02_moe", "green")
     marks += arrow([(router + 34, row), (bias - 28, row)])
-    marks += draw(bias, row, "bias", "06_balancing", "green")
+    marks += box(bias, row, "bias", "06_balancing", "green")
     marks += down(bias, row + 14, experts - 15, f"top {c.num_experts_per_token}")
-    marks += draw(AXIS, experts, words, "04_situ", "green")
+    marks += box(AXIS, experts, words, "04_situ", "green")
     marks += branch([router, narrow if latent else AXIS + 30] + [wide] * bool(shared), y)
     if latent:
-        marks += draw(narrow, row, "down", "05_latent_moe", "green")
+        marks += box(narrow, row, "down", "05_latent_moe", "green")
         marks += down(narrow, row + 14, experts - 15, str(latent))
         marks += down(AXIS, experts + 14, up - 15)
         norm = "norm, up" if c.latent_moe_use_norm else "up"
-        marks += draw(AXIS, up, norm, "05_latent_moe", "green") + down(AXIS, up + 14, add - 11)
+        marks += box(AXIS, up, norm, "05_latent_moe", "green") + down(AXIS, up + 14, add - 11)
     else:
         marks += down(AXIS + 30, row - 15, experts - 15, str(c.hidden_size))
         marks += down(AXIS, experts + 14, add - 11)
     if shared:
-        marks += draw(wide, row, "shared", "05_latent_moe", "green")
+        marks += box(wide, row, "shared", "05_latent_moe", "green")
         marks += arrow([(wide, row + 14), (wide, add), (AXIS + 11, add)])
         marks.append(text(wide + 5, row + 25, c.hidden_size, "start", size=10.5))
     return marks

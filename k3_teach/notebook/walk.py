@@ -61,7 +61,7 @@ def walk(c: K3Config, trace: dict) -> list[Step]:
 def live_walk(c: K3Config, ids: Tensor, logits: Tensor, trace: dict, start: int = 0) -> Live:
     """The steps, and what comes before and after them, one by one or by pointing at a layer."""
     steps = walk(c, trace)
-    stops = told(c, ids, logits, trace, steps)
+    stops = stops_of(c, ids, logits, trace, steps)
     names, half = list(stops), (RIGHT - LEFT) / len(steps)
     tallest = max(max(*s.sizes.values(), s.added) for s in steps)
     places = [*steps[-1].sizes, "added"]
@@ -70,9 +70,9 @@ def live_walk(c: K3Config, ids: Tensor, logits: Tensor, trace: dict, start: int 
         words, weights, sizes = stops[at]
         colour = KINDS.get(at.split(", ")[-1], ["ink"])[0]
         rows = (where(c, names.index(at), len(names), half),
-                bars(places, weights, 1, "weights of the read", {}, "pink"),
-                bars(places, sizes, tallest, "sizes after the step, and of what it added",
-                     {"live": "strong", "added": colour}, "ink"))
+                source_bars(places, weights, 1, "weights of the read", {}, "pink"),
+                source_bars(places, sizes, tallest, "sizes after the step, and of what it added",
+                            {"live": "strong", "added": colour}, "ink"))
         drawing = stack(*rows, gap=4)
         return Drawing(drawing.height, drawing.marks, words)
 
@@ -82,7 +82,7 @@ def live_walk(c: K3Config, ids: Tensor, logits: Tensor, trace: dict, start: int 
                 pick={"at": (LEFT - 2 * half, 4, RIGHT + 2 * half, 70)})
 
 
-def told(c: K3Config, ids: Tensor, logits: Tensor, trace: dict, steps: list[Step]) -> dict:
+def stops_of(c: K3Config, ids: Tensor, logits: Tensor, trace: dict, steps: list[Step]) -> dict:
     """Each stop's name -> what happens in words, weights of the read, sizes."""
     first, last = steps[0].sizes["b0"], by_source(trace["output_read"][0, -1].tolist())
     best = logits[0, -1].softmax(-1).topk(3)
@@ -111,8 +111,8 @@ def listed(weights: dict) -> str:
     return ", ".join(f"{name} {w:.2f}" for name, w in weights.items())
 
 
-def bars(places: list[str], values: dict, top: float, label: str, colours: dict, other: str
-         ) -> Drawing:
+def source_bars(places: list[str], values: dict, top: float, label: str, colours: dict,
+                other: str) -> Drawing:
     """Bars in fixed places; what is not there yet has none. `other`: the colour of the rest."""
     floor, wide = 92, (RIGHT - LEFT) / len(places)
     marks = [text(4, 12, label, "start", size=11), line(LEFT, floor, RIGHT, floor)]

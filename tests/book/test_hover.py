@@ -3,7 +3,8 @@
 import pytest
 
 from .browser import SCHEMES, WIDTHS, open_page, screen, too_wide
-from .test_pages import chapter, contrast, hexadecimal
+from .colours import contrast
+from .test_pages import chapter, hexadecimal
 
 
 def shown(page):

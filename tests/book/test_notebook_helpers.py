@@ -11,6 +11,8 @@ import torch
 from k3_teach.notebook import INK, PALETTE, form, setup, show_source
 from k3_teach.notebook.setup import _figure_style
 
+from .colours import PAGES, contrast
+
 
 @pytest.fixture
 def as_it_was():
@@ -39,17 +41,10 @@ def test_setup_repeats_and_prints_short(as_it_was):
     assert warnings.formatwarning("mind", UserWarning, "/some/file.py", 3) == "UserWarning: mind\n"
 
 
-def luminance(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("page", ["#ffffff", "#14181e"])
+@pytest.mark.parametrize("page", PAGES.values())
 @pytest.mark.parametrize("colour, least", [*((c, 3.0) for c in PALETTE.values()), (INK, 4.2)])
 def test_colours_show_on_light_and_dark(colour, least, page):
-    low, high = sorted([luminance(colour), luminance(page)])
-    assert (high + 0.05) / (low + 0.05) >= least
+    assert contrast(colour, page) >= least
 
 
 def test_figures_have_no_background():

@@ -179,3 +179,33 @@ def test_exercises_in_order_have_no_problems(tmp_path):
 ])  # fmt: skip
 def test_what_is_wrong_with_an_exercise(tmp_path, stub, solution, problem):
     assert problem in one_problem(stored(tmp_path, new_code_cell(**stub), new_code_cell(**solution)))
+
+
+@pytest.mark.parametrize("cells, problem", [
+    ([STUB, STUB, SOLUTION], "the exercise in code cell 2 has no solution"),
+    ([STUB | {"source": "def f(x):  # about 1 line\n    return 1\ncheck(f)"}, SOLUTION], "in code cell 2 lacks a stub"),
+    ([STUB, SOLUTION | {"outputs": said("Right: it agrees.") + said("Not yet: no.")}], "cell 3 does not pass"),
+])  # fmt: skip
+def test_more_that_is_wrong_with_exercises(tmp_path, cells, problem):
+    assert problem in one_problem(stored(tmp_path, *(new_code_cell(**cell) for cell in cells)))
+
+
+def test_only_format_four_is_read():
+    with pytest.raises(ValueError, match="only notebook format 4 is understood, not 3"):
+        form.read('{"nbformat": 3, "cells": []}')
+
+
+def test_a_run_tells_what_is_wrong_with_what_it_stored(tmp_path, capsys):
+    path = tmp_path / "chapter.ipynb"
+    path.write_text(json.dumps(new_notebook(cells=[new_code_cell("1")])), encoding="utf-8")
+    assert execute.main(["run", str(path)]) == 1
+    assert "does not begin with form.INSTALL" in capsys.readouterr().err
+
+
+def test_the_share_left_out_of_the_comparison(tmp_path):
+    """A fifth of twenty cells is four; embedded pictures hold no paths."""
+    code = lambda n, tags: [new_code_cell("f()", metadata={"tags": tags}) for _ in range(n)]
+    assert form.problems(stored(tmp_path, *code(4, ["nbval-skip"]), *code(15, []))) == []
+    assert "exempts 5 of 20" in one_problem(stored(tmp_path, *code(5, ["nbval-skip"]), *code(14, [])))
+    picture = [new_output("display_data", data={"text/html": "<img src='data:image/png;base64,/tmp/x'>"})]
+    assert form.problems(stored(tmp_path, new_code_cell("f()", outputs=picture))) == []

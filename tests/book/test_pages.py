@@ -8,13 +8,13 @@ import nbformat
 import pytest
 
 from .browser import ROOT, SCHEMES, addresses, open_page, screen
+from .colours import PAGES, contrast
 
 sys.path.insert(0, str(ROOT / "book/_ext"))
 
 from k3_words import LABELS, is_nearly_a_label, label_of  # noqa: E402
 
 CHAPTERS = sorted((ROOT / "book").glob("*.ipynb"))
-PAGE_COLOURS = {"light": "#ffffff", "dark": "#121212"}
 STYLE = (ROOT / "book/_static/k3.css").read_text(encoding="utf-8")
 
 
@@ -154,24 +154,13 @@ def tokens(scheme):
     return dict(re.findall(r"--k3-(\w+): (#\w{6});", block))
 
 
-def luminance(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
-
-
-def contrast(a, b):
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return high / low
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_colours_are_those_of_the_package_and_readable(scheme):
     package = runpy.run_path(str(ROOT / "k3_teach/notebook/palette.py"))[scheme.upper()]
     ours = tokens(scheme)
     assert {name: ours.get(name) for name in package} == package
     for name, colour in ours.items():
-        assert name == "on" or contrast(colour, PAGE_COLOURS[scheme]) >= 4.5, name
+        assert name == "on" or contrast(colour, PAGES[scheme]) >= 4.5, name
         assert name in ("on", "strong") or contrast(colour, ours["on"]) >= 4.5, name
 
 

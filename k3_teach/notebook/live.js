@@ -30,8 +30,12 @@
       var ends = { x1: v[1], y1: v[2], x2: v[3], y2: v[4] };
       make("line", Object.assign(ends, stroke(v[5], v[6], v[7])), g);
     },
-    path: function (v, g) { make("path", Object.assign({ d: v[1] }, stroke(v[2], v[3], v[4])), g); },
-    dot: function (v, g) { make("circle", { cx: v[1], cy: v[2], r: v[3], fill: colour(v[4]) }, g); },
+    path: function (v, g) {
+      make("path", Object.assign({ d: v[1] }, stroke(v[2], v[3], v[4])), g);
+    },
+    dot: function (v, g) {
+      make("circle", { cx: v[1], cy: v[2], r: v[3], fill: colour(v[4]) }, g);
+    },
     text: function (v, g) {
       var look = { fill: colour(v[5]), "font-size": v[6], "font-weight": v[7] ? 600 : 400 };
       var place = { x: v[1], y: v[2], "text-anchor": v[4] };

@@ -58,8 +58,8 @@ def check(answer, *, like=None, on=((),), wrong=None, tolerance=1e-9) -> Verdict
             has = f"{name!r} has {len(values)} values, on has {len(on)} cases"
             raise ValueError(f"{has}; each needs one")
     given = [_given(answer, case) for case in on]
-    for number, case in enumerate(on, start=1):
-        found = _differs(given[number - 1], _right(like, number, case), tolerance)
+    for number, (got, case) in enumerate(zip(given, on), start=1):
+        found = _differs(got, _right(like, number, case), tolerance)
         if found is None:
             continue
         if found.startswith(STUB):

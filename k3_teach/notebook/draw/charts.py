@@ -21,10 +21,15 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 def spread(values, share: float = 0.05) -> tuple[float, float]:
     """Limits that hold all finite `values` with some room."""
-    finite = [v for v in map(float, values) if math.isfinite(v)] or [0.0]
-    low, high = min(finite), max(finite)
-    room = (high - low) * share or (abs(high) * share or 1.0 if share else 0.0)
+    low, high = extent(values)
+    room = (high - low) * share or abs(high) * share or 1.0
     return low - room, high + room
+
+
+def extent(values) -> tuple[float, float]:
+    """The least and the largest of the finite `values`."""
+    finite = [v for v in map(float, values) if math.isfinite(v)] or [0.0]
+    return min(finite), max(finite)
 
 
 def _axes(x_limits, y_limits, x_label, y_label, height) -> tuple[list, callable, callable]:
@@ -112,7 +117,7 @@ def heat(matrix, rows=None, columns=None, limits=None, row_label="", column_labe
     """A matrix as cells; stronger is larger. Cells hold their numbers while there is room."""
     matrix = [[float(v) for v in row] for row in matrix]
     n, m = len(matrix), len(matrix[0])
-    low, high = limits or spread([v for row in matrix for v in row], 0)
+    low, high = limits or extent([v for row in matrix for v in row])
     size = min((WIDTH - LEFT - RIGHT) / m, 34.0)
     tall = min(size, 26)
     height = height or TOP + 14 + n * tall + (18 if column_label else 4)

@@ -104,9 +104,11 @@ def _difference(got, right, tolerance, place="") -> str | None:
     if got is None or got is ...:
         return f"{STUB}: the answer has {'None' if got is None else '...'}{place}."
     if isinstance(right, (tuple, list)):
-        if not isinstance(got, (tuple, list)) or len(got) != len(right):
-            many = len(got) if isinstance(got, (tuple, list)) else "one"
-            return f"{len(right)} values are asked for{place}, the answer has {many}."
+        asked = f"{len(right)} values, in a tuple or list, are asked for{place}"
+        if not isinstance(got, (tuple, list)):
+            return f"{asked}, the answer is of type {type(got).__name__}."
+        if len(got) != len(right):
+            return f"{asked}, the answer has {len(got)}."
         parts = (_difference(g, r, tolerance, f"{place} in value {i}")
                  for i, (g, r) in enumerate(zip(got, right), start=1))
         return next(filter(None, parts), None)

@@ -19,35 +19,38 @@ def whole(c: K3Config) -> Iterator[Figure]:
     chapter, L = "00_map", c.num_hidden_layers
     mla = [layer + 1 for layer in c.mla_layers]
     kda, moe = L - len(mla), sum(map(c.is_moe, range(L)))
-    yield Figure(chapter, "KDA and MLA layers", "69 + 24", f"{kda} + {len(mla)}")
+    yield Figure(chapter, "KDA and MLA layers", "69 + 24", f"{kda} + {len(mla)}",
+                 page="93 - 24 = 69")
     yield Figure(chapter, "MLA layers, counted from 1", "4, 8, ..., 92 and 93",
                  f"{mla[0]}, {mla[1]}, ..., {mla[-2]} and {mla[-1]}",
                  "with a convention", "counted from 0 they are 3, 7, ..., 91 and 92",
-                 page="92")
+                 page="4, 8, ..., 92 are MLA, and so is the last, 93")
     yield Figure(chapter, "MoE and dense feed-forwards", "92 + 1", f"{moe} + {L - moe}",
-                 page="92")
+                 page="1 + 92 = 93")
 
 
 def layer(c: K3Config) -> Iterator[Figure]:
     chapter, L, size = "01_layer", c.num_hidden_layers, c.attn_res_block_size
     full, last = divmod(L, size)
     yield Figure(chapter, "AttnRes blocks", "93 = 7 x 12 + 9",
-                 f"{L} = {full} x {size} + {last}", page="7 × 12 + 9")
-    yield Figure(chapter, "sub-layers", "186", f"{2 * L}")
+                 f"{L} = {full} x {size} + {last}", page="93 = 7 × 12 + 9")
+    yield Figure(chapter, "sub-layers", "186", f"{2 * L}", page="186 sub-layers")
     yield Figure(chapter, "depth reads with a choice", "185 + 1", f"{2 * L - 1} + 1",
                  "with a convention",
                  "the first sub-layer sees the embedding alone; the + 1 is before the head",
-                 page="185")
+                 page="185 + 1 reads with a choice")
     experts = sum(map(c.is_moe, range(L))) * c.num_experts
-    yield Figure(chapter, "routed experts in all layers", "82,432", f"{experts:,}")
+    yield Figure(chapter, "routed experts in all layers", "82,432", f"{experts:,}",
+                 page="82,432 routed experts")
     rows = {row.name: row for row in cost.components(c)}
-    for name, quoted in (("KDA mixers", "443.7M"), ("MLA mixers", "232.2M"),
-                         ("dense feed-forward", "726.7M")):
-        yield Figure(chapter, f"parameters of one: {name}", quoted,
-                     f"{rows[name].each / 1e6:.1f}M", page=quoted[:-1])
+    for name, one, quoted in (("KDA mixers", "KDA mixer", "443.7M"),
+                              ("MLA mixers", "MLA mixer", "232.2M"),
+                              ("dense feed-forward", "dense feed-forward", "726.7M")):
+        yield Figure(chapter, f"parameters of one {one}", quoted,
+                     f"{rows[name].each / 1e6:.1f}M", page=f"{one} {quoted[:-1]}")
     moe = sum(row.each for name, row in rows.items() if name.startswith("MoE"))
     yield Figure(chapter, "parameters of one MoE sub-layer", "29.78B",
-                 f"{moe / 1e9:.2f}B", page="29.78")
+                 f"{moe / 1e9:.2f}B", page="29.78 billion weights")
 
 
 # --- chapter 02: few experts per token ---------------------------------------------------
@@ -59,7 +62,7 @@ def moe(c: K3Config) -> Iterator[Figure]:
                  "with a convention", "divided by the sum over the chosen; no bias",
                  page="[0.6 0.4]")
     yield Figure(chapter, "experts over chosen experts", "56",
-                 f"{c.num_experts / c.num_experts_per_token:.0f}")
+                 f"{c.num_experts / c.num_experts_per_token:.0f}", page="896/16 = 56")
     for n, k, quoted in ((448, 8, "16.6"), (896, 16, "33.9")):
         yield Figure(chapter, f"sets of {k} out of {n}, as a power of ten", quoted,
                      f"{math.log10(math.comb(n, k)):.1f}", page=f"10^{quoted}")
@@ -69,7 +72,8 @@ def moe(c: K3Config) -> Iterator[Figure]:
 
 def attn_res(c: K3Config) -> Iterator[Figure]:
     chapter = "03_attn_res"
-    yield Figure(chapter, "weights 0.2, 0.6 and 0.2 sum to", "1", f"{0.2 + 0.6 + 0.2:g}")
+    yield Figure(chapter, "weights 0.2, 0.6 and 0.2 sum to", "1", f"{0.2 + 0.6 + 0.2:g}",
+                 page="0.2, 0.6 and 0.2")
     stream = BlockStream(torch.zeros(1))
     for index in range(c.num_hidden_layers):
         if index % c.attn_res_block_size == 0:
@@ -77,7 +81,7 @@ def attn_res(c: K3Config) -> Iterator[Figure]:
         stream.add(torch.zeros(1))
     yield Figure(chapter, "sources of the last read", "9", f"{stream.num_sealed + 1}",
                  note="the embedding, seven blocks of 12, the live sum of 9",
-                 page="9 sources")
+                 page="The last read has 9 sources")
     reads = sum(row.total for row in cost.components(c) if "AttnRes" in row.name)
     yield Figure(chapter, "parameters of all depth reads", "2,680,832",
                  f"{reads + 2 * c.hidden_size:,}",
@@ -85,10 +89,12 @@ def attn_res(c: K3Config) -> Iterator[Figure]:
     equal = (1.870 * 5.6 ** -0.058 / 1.891) ** (-1 / 0.057) / 5.6
     yield Figure(chapter, "compute for the same loss at 5.6 PFLOP/s-days", "1.25",
                  f"{equal:.2f}", "with a convention",
-                 "from the fits 1.891 C^-0.057 and 1.870 C^-0.058 of arXiv 2603.15031")
+                 "from the fits 1.891 C^-0.057 and 1.870 C^-0.058 of arXiv 2603.15031",
+                 page="1.254")
     stored = 8 * 131_072 * c.hidden_size * 2 / 1e9
     yield Figure(chapter, "8 blocks of 131,072 tokens in bfloat16, GB", "15",
-                 f"{stored:.0f}", note=f"{stored:.2f} GB; one of 8 ranks holds an eighth")
+                 f"{stored:.0f}", note=f"{stored:.2f} GB; one of 8 ranks holds an eighth",
+                 page="15 GB")
 
 
 # --- chapter 04: inside an expert ---------------------------------------------------------
@@ -100,11 +106,11 @@ def situ(c: K3Config) -> Iterator[Figure]:
     for a, quoted in table.items():
         values = [float(f(column(a), b)) for f in (glu, swiglu, situ_glu)]
         yield Figure(chapter, f"GLU, SwiGLU and SiTU-GLU at a = {a:g}, b = 3", quoted,
-                     ", ".join(f"{v:.3f}" for v in values), page=quoted.split(", ")[2])
+                     ", ".join(f"{v:.3f}" for v in values), page=quoted.replace(",", ""))
     two = column(2.0)
     yield Figure(chapter, "sigmoid(2) and 2 sigmoid(2)", "0.881, 1.762",
                  f"{float(two.sigmoid()):.3f}, {float(two * two.sigmoid()):.3f}",
-                 page="1.762")
+                 page="0.881 = 1.762")
     forty = column(40.0)
     yield Figure(chapter, "a = b = 40, SwiGLU and SiTU-GLU", "1600, 92.17",
                  f"{float(swiglu(forty, forty)):.0f}, {float(situ_glu(forty, forty)):.2f}",
@@ -116,9 +122,9 @@ def situ(c: K3Config) -> Iterator[Figure]:
                  f"{gate.max():.0f}, {value.max():.0f}, {gate.max() * value.max():.0f}",
                  "with a convention",
                  "strict for real numbers; in floating point the bound itself is reached",
-                 page="100")
+                 page="product z between -100 and 100")
     yield Figure(chapter, "lowest value of the gates, SiLU and SiTU", "-0.278, -0.270",
-                 f"{(a * a.sigmoid()).min():.3f}, {gate.min():.3f}", page="0.270")
+                 f"{(a * a.sigmoid()).min():.3f}, {gate.min():.3f}", page="SiTU to $-0.270$")
 
 
 # --- chapter 05: experts at half width ----------------------------------------------------

@@ -154,10 +154,34 @@
     quiet(picture);
   }
 
+  // A picture with parts to point at has details: a button shows it as large as the window.
+  function enlarge() {
+    var button = element("button", "k3-enlarge", root), dialog = document.createElement("dialog");
+    function fit() { button.textContent = dialog.open ? "close" : "open large"; }
+    button.type = "button";
+    button.addEventListener("click", function () {
+      if (dialog.open) return dialog.close();
+      root.before(dialog);
+      dialog.append(root);
+      dialog.showModal();
+      fit();
+      button.focus();
+    });
+    dialog.className = "k3-large";
+    dialog.setAttribute("aria-label", data.alt);
+    dialog.addEventListener("close", function () { // Escape closes it, too
+      dialog.replaceWith(root);
+      fit();
+      button.focus();
+    });
+    quiet(button);
+    fit();
+  }
+
   var kinds = { slider: slider, choice: choice, steps: steps };
   panel.replaceChildren();
   data.controls.forEach(function (c, i) { setters.push(kinds[c.kind](c, i)); });
   setters.forEach(function (set) { set(); });
-  if (data.pick) pick(data.pick);
+  if (data.pick) { pick(data.pick); enlarge(); }
   show();
 })();

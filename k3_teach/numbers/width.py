@@ -142,17 +142,19 @@ def latent_moe(c: K3Config) -> Iterator[Figure]:
                      "896 choose 16 at half", quoted, f"{many:,}")
     added, shared = 2 * d * l, c.num_shared_experts * full
     yield Figure(chapter, "the two projections", "51.4M", f"{added / 1e6:.1f}M",
-                 page="51,380,224")
+                 page="two projections 51,380,224")
     yield Figure(chapter, "the two projections, of the routed matrices", "9.72%",
                  f"{added / (k * half):.2%}", "with a convention",
-                 "of the 16 chosen experts alone; the shared experts are left out")
+                 "of the 16 chosen experts alone; the shared experts are left out",
+                 page="projections / routed 9.72%")
     yield Figure(chapter, "the two projections, with the shared experts counted", "7.78%",
-                 f"{added / (k * half + shared):.2%}")
+                 f"{added / (k * half + shared):.2%}",
+                 page="projections / routed + shared 7.78%")
     u = column(0.3, -1.7)
     gap = (rms_normalize(u, 0.0) - rms_normalize(3 * u, 0.0)).abs().max()
     yield Figure(chapter, "RMSNorm(u) against RMSNorm(3u), largest difference", "0",
                  f"{gap:.0f}" if gap > 1e-15 else "0", "with a convention",
-                 "without eps; with 1e-5 the two differ by about 1e-6", page="3u")
+                 "without eps; with 1e-5 the two differ by about 1e-6", page="$u$ and $3u$ land on the same point")
 
 
 # --- chapter 14: the whole ----------------------------------------------------------------

@@ -163,3 +163,28 @@ def test_the_map_says_what_the_package_computes(browser, site, address):
         for i in range(links.count()):
             target = links.nth(i).get_attribute("href")
             assert (site / "book" / target).exists(), target
+
+
+@pytest.mark.browser
+def test_a_picture_to_point_at_opens_large(browser, site, address):
+    """By keyboard: the button fills the window, the controls work there, Escape puts all back."""
+    with screen(browser) as context:
+        page, wrong = open_page(context, f"{address}/book/00_map.html")
+        root = page.locator(".k3-live", has=page.locator(".k3-enlarge")).first
+        small, parent = root.locator("svg").bounding_box(), root.evaluate("e => e.parentNode.className")
+        root.locator(".k3-enlarge").focus()
+        page.keyboard.press("Enter")
+        large = page.locator("dialog[open] svg").bounding_box()
+        assert large["width"] > 1.5 * small["width"] and too_wide(page) == []
+        assert page.evaluate("document.activeElement.textContent") == "close"
+        slider = page.locator("dialog").get_by_role("slider")
+        before = slider.get_attribute("aria-valuetext")
+        slider.focus()
+        page.keyboard.press("ArrowRight")
+        assert slider.get_attribute("aria-valuetext") != before
+        page.keyboard.press("Escape")
+        page.wait_for_function("!document.querySelector('dialog')")
+        assert root.evaluate("e => e.parentNode.className") == parent
+        assert root.locator("svg").bounding_box()["width"] == small["width"]
+        assert page.evaluate("document.activeElement.textContent") == "open large"
+        assert not wrong

@@ -24,29 +24,31 @@ def balancing(c: K3Config) -> Iterator[Figure]:
     yield Figure(chapter, "mean of the medians of {0, 0, 10} and {10, 10, 10}, and the "
                  "median of all", "5 and 10",
                  f"{(a.median() + b.median()) / 2:g} and {torch.cat([a, b]).median():g}",
-                 page="10")
+                 page="mean 5; of all six 10")
     yield Figure(chapter, "biases of all layers", "82,432",
-                 f"{sum(map(c.is_moe, range(c.num_hidden_layers))) * c.num_experts:,}")
+                 f"{sum(map(c.is_moe, range(c.num_hidden_layers))) * c.num_experts:,}",
+                 page="82,432 biases")
     gaps = (largest_gap(), largest_gap(E=32, N=4096), largest_gap(spread=1.0))
     yield Figure(chapter, "MaxVio, exact against 1000 bins, seed 20260909, 41 points",
                  "0.02734", " or ".join(f"{gap:.5f}" for gap in gaps), "not reproducible",
-                 "quoted without its set-up; it is 7/256, as a load of 256 tokens an "
-                 "expert would give; three set-ups of ours give three figures")
+                 "quoted without its set-up; 7/256 rounds to it, so each expert's share "
+                 "is 256 tokens or more; three set-ups of ours give three figures")
 
     stall = column(0, 0, 1, 0, 2, 0, 0, 2, 2).view(1, 3, 3)
     yield Figure(chapter, "the 3 x 3 stall: dual at the stop, best assignment", "5, 4",
                  f"{float(stopped_duals(stall, (2,))):g}, {float(best_assignment(stall)):g}",
                  "with a convention", "thresholds at the (k+1)-th and (q+1)-th largest, "
-                 "the report's own; midpoints reach 4", page="5")
+                 "the report's own; midpoints reach 4", page="q+1 5 5 5 5")
     digits = torch.cartesian_prod(*[torch.arange(3)] * 9).double().view(-1, 3, 3)
     best = best_assignment(digits)
     stuck = (best == 4) & (stopped_duals(digits, (2,)) == 5)
     still = [int((stopped_duals(digits[stuck], rank) > 4 + 1e-6).sum())
              for rank in ((1,), (1, 2))]
     yield Figure(chapter, "matrices of 0, 1, 2 that stop so", "540 of 19,683",
-                 f"{int(stuck.sum())} of {len(digits):,}", page="540")
+                 f"{int(stuck.sum())} of {len(digits):,}",
+                 page="best 4, dual 5 with (k+1, q+1): 540;")
     yield Figure(chapter, "of these, still stuck with the k-th largest, and with midpoints",
-                 "72, 0", ", ".join(map(str, still)), page="72")
+                 "72, 0", ", ".join(map(str, still)), page="above 4 with (k, q): 72, midpoint: 0")
 
 
 # --- exact and counted quantiles ------------------------------------------------------------

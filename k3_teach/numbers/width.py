@@ -154,7 +154,8 @@ def latent_moe(c: K3Config) -> Iterator[Figure]:
     gap = (rms_normalize(u, 0.0) - rms_normalize(3 * u, 0.0)).abs().max()
     yield Figure(chapter, "RMSNorm(u) against RMSNorm(3u), largest difference", "0",
                  f"{gap:.0f}" if gap > 1e-15 else "0", "with a convention",
-                 "without eps; with 1e-5 the two differ by about 1e-6", page="$u$ and $3u$ land on the same point")
+                 "without eps; with 1e-5 the two differ by about 1e-6",
+                 page="$u$ and $3u$ land on the same point")
 
 
 # --- chapter 14: the whole ----------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 
 from k3_teach.config import K3Config
 from k3_teach.parts.attn_res import BlockStream
+from k3_teach.parts.attn_res import attn_res as mix
 from k3_teach.parts.norm import rms_normalize
 from k3_teach.parts.situ import glu, situ_glu, softcap, swiglu
 from k3_teach.scale import cost
@@ -61,6 +62,11 @@ def moe(c: K3Config) -> Iterator[Figure]:
                  ", ".join(f"{p:.1f}" for p in scores / scores.sum()),
                  "with a convention", "divided by the sum over the chosen; no bias",
                  page="[0.6 0.4]")
+    shared = 3 * c.hidden_size * c.num_shared_experts * c.moe_intermediate_size
+    yield Figure(chapter, "shared experts of a layer, parameters", "132,120,576",
+                 f"{shared:,}", "with a convention", "two, stored as one of inner width "
+                 f"{c.num_shared_experts * c.moe_intermediate_size}",
+                 page="shared 132.1 132.1")
     yield Figure(chapter, "experts over chosen experts", "56",
                  f"{c.num_experts / c.num_experts_per_token:.0f}", page="896/16 = 56")
     for n, k, quoted in ((448, 8, "16.6"), (896, 16, "33.9")):
@@ -72,8 +78,13 @@ def moe(c: K3Config) -> Iterator[Figure]:
 
 def attn_res(c: K3Config) -> Iterator[Figure]:
     chapter = "03_attn_res"
-    yield Figure(chapter, "weights 0.2, 0.6 and 0.2 sum to", "1", f"{0.2 + 0.6 + 0.2:g}",
-                 page="0.2, 0.6 and 0.2")
+    u = torch.stack([column(1, -1), column(7, 1), column(10, 10)])
+    h, a = mix(u, column(math.log(3) / 0.4, 0), eps=0.0)
+    yield Figure(chapter, "weights of (1, -1), (7, 1), (10, 10) for q = (ln 3 / 0.4, 0)",
+                 "0.2, 0.6, 0.2", ", ".join(f"{x:.1f}" for x in a),
+                 page="weights [0.2 0.6 0.2]")
+    yield Figure(chapter, "0.2 u0 + 0.6 u1 + 0.2 u2 of these", "6.4, 2.4",
+                 ", ".join(f"{x:.1f}" for x in h), page="read [6.4 2.4]")
     stream = BlockStream(torch.zeros(1))
     for index in range(c.num_hidden_layers):
         if index % c.attn_res_block_size == 0:
@@ -115,6 +126,14 @@ def situ(c: K3Config) -> Iterator[Figure]:
     yield Figure(chapter, "a = b = 40, SwiGLU and SiTU-GLU", "1600, 92.17",
                  f"{float(swiglu(forty, forty)):.0f}, {float(situ_glu(forty, forty)):.2f}",
                  page="92.17")
+    v = column(4, 12).requires_grad_()
+    slope, = torch.autograd.grad(softcap(v, 4.0).sum(), v)
+    clip, = torch.autograd.grad(v.clamp(-3, 3).sum(), v)
+    yield Figure(chapter, "slope of the softcap with bound 4, at 4 and at 12", "0.42, 0.01",
+                 ", ".join(f"{x:.2f}" for x in slope), note="sech^2(v / 4)",
+                 page="0.42 at the bound, 0.01 at three times the bound")
+    yield Figure(chapter, "slope of a clip beyond its bound", "0", f"{clip.max():.0f}",
+                 page="Past the bound its slope is exactly 0")
     a = torch.linspace(-400, 400, 800_001, dtype=torch.float64)
     gate = softcap(a, c.activation_situ_beta) * a.sigmoid()
     value = softcap(a, c.activation_situ_linear_beta)
@@ -132,6 +151,9 @@ def situ(c: K3Config) -> Iterator[Figure]:
 def latent_moe(c: K3Config) -> Iterator[Figure]:
     chapter, d, l, m = ("05_latent_moe", c.hidden_size, c.expert_width,
                         c.moe_intermediate_size)
+    yield Figure(chapter, "model width, latent width, inner width", "7168, 3584, 3072",
+                 f"{d}, {l}, {m}",
+                 page="not work on a token's 7168 features")
     k, full, half = c.num_experts_per_token, 3 * d * m, 3 * l * m
     yield Figure(chapter, "an expert at full width, 3dm", "66,060,288", f"{full:,}")
     yield Figure(chapter, "an expert at half width, 3(d/2)m", "33,030,144", f"{half:,}")

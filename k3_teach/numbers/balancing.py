@@ -31,8 +31,9 @@ def balancing(c: K3Config) -> Iterator[Figure]:
     gaps = (largest_gap(), largest_gap(E=32, N=4096), largest_gap(spread=1.0))
     yield Figure(chapter, "MaxVio, exact against 1000 bins, seed 20260909, 41 points",
                  "0.02734", " or ".join(f"{gap:.5f}" for gap in gaps), "not reproducible",
-                 "quoted without its set-up; three of ours give three figures. It is "
-                 "7/256: seven tokens of 256, or one at 896 choose 16 and 2048 tokens")
+                 "quoted without its set-up; three of ours, with the quantile of rank "
+                 "q + 1, give three figures. 7/256 is seven tokens of 256, or one token "
+                 "at 896 choose 16 and 2048 tokens")
 
     draw = np.random.default_rng(0)
     s = torch.from_numpy(draw.random((4000, 32)))

@@ -44,9 +44,9 @@ def layer(c: K3Config) -> Iterator[Figure]:
     yield Figure(chapter, "routed experts in all layers", "82,432", f"{experts:,}",
                  page="82,432 routed experts")
     rows = {row.name: row for row in cost.components(c)}
-    for name, one, quoted in (("KDA mixers", "KDA mixer", "443.7M"),
-                              ("MLA mixers", "MLA mixer", "232.2M"),
-                              ("dense feed-forward", "dense feed-forward", "726.7M")):
+    for name, quoted in (("KDA mixers", "443.7M"), ("MLA mixers", "232.2M"),
+                         ("dense feed-forward", "726.7M")):
+        one = name.removesuffix("s")
         yield Figure(chapter, f"parameters of one {one}", quoted,
                      f"{rows[name].each / 1e6:.1f}M", page=f"{one} {quoted[:-1]}")
     moe = sum(row.each for name, row in rows.items() if name.startswith("MoE"))

@@ -12,6 +12,9 @@ PAGE     = _build/html/index.html
 CHAPTERS = $(wildcard book/*.ipynb)
 SOURCES  = _config.yml _toc.yml $(shell find book -type f -not -path '*/.*' -not -path '*/__pycache__*')
 
+# A file of tests, or a notebook, stays on one worker: its cells share a kernel.
+PARALLEL = -n logical --maxprocesses=4 --dist=loadfile
+
 # What only `make lab` needs; it installs them.
 LAB_WITH = jupyterlab==4.6.6 jupyterlab-myst==2.7.0
 
@@ -21,8 +24,8 @@ book: $(BUILT)  ## build the site
 	@echo "The book is at file://$(CURDIR)/$(PAGE) (or run: make serve)"
 
 test: $(BUILT)  ## run every test, then every notebook against its stored outputs
-	K3_SITE=_build/html $(PY) -m pytest $(TESTS) --nbval --nbval-current-env \
-		--nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout=120
+	K3_SITE=_build/html OMP_NUM_THREADS=1 $(PY) -m pytest $(TESTS) $(PARALLEL) --nbval \
+		--nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout=120
 
 notebooks: $(READY)  ## execute the chapters again and store their outputs
 	$(PY) -m k3_teach.notebook.execute run $(CHAPTERS)

@@ -10,11 +10,12 @@ computed equal, and looks for each figure on the page of its chapter.
 
 from k3_teach.config import K3Config
 
-from . import balancing, sequence, width
+from . import account, balancing, sequence, width
 from .figure import VERDICTS, Figure
 
 PARTS = (width.whole, width.layer, width.moe, width.attn_res, width.situ, width.latent_moe,
-         balancing.balancing, sequence.crossing, width.totals)
+         balancing.balancing, sequence.attention, sequence.kda,
+         sequence.order, account.gated_mla, width.totals)
 
 
 def figures() -> list[Figure]:

@@ -8,6 +8,7 @@ VERDICTS = {
     "agrees": "the figure follows as it stands",
     "with a convention": "it follows under the convention that the note names",
     "rounded": "it is a rounding, and the note says what is lost by it",
+    "corrected": "it does not hold as it is quoted; the note says what does",
     "not reproducible": "the source does not say how it was obtained",
 }
 

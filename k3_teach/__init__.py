@@ -2,7 +2,7 @@
 
 `config` says what a model is; `parts/` holds its mechanisms, one file each; `model` puts
 them together; `cache` is what decoding keeps; `checkpoint` reads the released format and
-`saving` writes it; `scale/` counts what it costs.
+`saving` writes it; `scale/` counts what it costs; `train/` holds the optimiser.
 """
 
 from k3_teach.cache import Cache, KDAState, LatentCache
@@ -18,6 +18,7 @@ from k3_teach.parts.attn_res import (
 from k3_teach.parts.balance import (
     QuantileHistogram, expert_load, max_vio, quantile_bias, sign_update)
 from k3_teach.parts.balancer import Balancer
+from k3_teach.parts.compressed_attention import csa, hca
 from k3_teach.parts.kda import chunk_kda, recurrent_kda
 from k3_teach.parts.kda_layer import (
     KDA, bounded_gate, l2_normalize, short_conv, softplus_gate)
@@ -28,5 +29,7 @@ from k3_teach.parts.norm import RMSNorm, rms_norm
 from k3_teach.parts.rope import apply_rope, rope_angles
 from k3_teach.parts.situ import Activation, GatedMLP, glu, situ_glu, softcap, swiglu
 from k3_teach.saving import save_checkpoint
+from k3_teach.speculative import speculate, speculate_greedy
+from k3_teach.train.muon import Muon, muon_direction, newton_schulz, per_head
 
 __version__ = "0.1.0"

@@ -14,8 +14,8 @@ from . import account, balancing, sequence, width
 from .figure import VERDICTS, Figure
 
 PARTS = (width.whole, width.layer, width.moe, width.attn_res, width.situ, width.latent_moe,
-         balancing.balancing, sequence.attention, sequence.kda,
-         sequence.order, account.gated_mla, width.totals)
+         balancing.balancing, sequence.attention, sequence.kda, sequence.order, account.bills,
+         account.optimiser, account.gated_mla, width.totals)
 
 
 def figures() -> list[Figure]:

@@ -4,14 +4,75 @@ from collections.abc import Iterator
 
 import torch
 
-from k3_teach import mxfp4
 from k3_teach.config import K3Config
+from k3_teach.mxfp4 import BLOCK
 from k3_teach.scale import cost
+from k3_teach.scale.roofline import CHIPS, attentions, intensity
+from k3_teach.speculative import expected_tokens
+from k3_teach.train.muon import newton_schulz
 
-from .figure import Figure
+from .figure import Figure, column
 from .sequence import draw, none
 
 M = 10 ** 6     # what the sources mean by 1M tokens; 2^20 is said where it is meant
+
+
+# --- chapter 10: cache, compute, time -------------------------------------------------------
+
+def bills(c: K3Config) -> Iterator[Figure]:
+    chapter = "10_cost"
+    kinds = {a.name: a for a in attentions(c)}
+    for name, quoted in (("MHA", "24,576"), ("MLA expanded", "30,720"), ("MFA-like", "49,152"),
+                         ("K = V", "98,304")):
+        yield Figure(chapter, f"prefill: multiply-adds a pair of tokens, {name}", quoted,
+                     f"{kinds[name].prefill_macs:,}")
+    for name, quoted in (("GQA8", "2048"), ("MLA absorbed", "576"), ("MFA-like", "512"),
+                         ("K = V", "512")):
+        yield Figure(chapter, f"cached numbers a token and layer, {name}", quoted,
+                     f"{kinds[name].cached}")
+    mla = kinds["MLA absorbed"]
+    yield Figure(chapter, "decode: multiply-adds a cached token, MLA", "104,448",
+                 f"{mla.decode_macs:,}")
+    for name, quoted in (("MHA", "4.25"), ("MLA expanded", "3.40")):
+        yield Figure(chapter, f"that, over {name} in prefill", quoted,
+                     f"{mla.decode_macs / kinds[name].prefill_macs:.2f}", "with a convention",
+                     f"heads of {kinds[name].key} + {kinds[name].value}; core only, no time")
+    yield Figure(chapter, "cached numbers, GQA of 8 groups over MLA", "3.56",
+                 f"{kinds['GQA8'].cached / mla.cached:.2f}")
+    for tokens, quoted in ((1, "181"), (2, "363")):
+        yield Figure(chapter, f"FLOP a cached byte, MLA absorbed, query tokens: {tokens}", quoted,
+                     f"{intensity(mla, tokens):.0f}", "with a convention", "2 bytes a number")
+    ridges = {chip.name: chip.ridge for chip in CHIPS}
+    for name, quoted in (("H100 SXM", "295"), ("H20", "37")):
+        yield Figure(chapter, f"FLOP a byte at the ridge, {name}", quoted, f"{ridges[name]:.0f}",
+                     "with a convention", "dense bfloat16, data sheets")
+    yield Figure(chapter, "tokens a verification, 7 drafts kept with 0.8 each", "4.16",
+                 f"{expected_tokens(0.8, 7):.2f}", "with a convention",
+                 "every draft is kept with the same chance, independently")
+    K, drafts = c.linear_attn_config.head_dim, 7
+    yield Figure(chapter, "numbers a head, 7 snapshots and 7 inputs", "114,688 and 2,695",
+                 f"{drafts * K * K:,} and {drafts * (3 * K + 1):,}", "with a convention",
+                 "the inputs are k, v, g and beta", page="114,688")
+
+
+# --- chapter 11: the optimiser --------------------------------------------------------------
+
+def optimiser(c: K3Config) -> Iterator[Figure]:
+    chapter = "11_design"
+    U, V = (torch.linalg.qr(draw(64, 64, seed=seed)).Q for seed in (0, 1))
+    values = torch.logspace(0, -3, 64, dtype=torch.float64)
+    after = torch.linalg.svdvals(newton_schulz(U * values @ V))
+    yield Figure(chapter, "64 singular values from 1 to 0.001 after five steps: the least",
+                 "0.21", f"{after.min():.2f}", "with a convention", "Muon's coefficients; K3's "
+                 "are not published")
+    H, K, d = c.num_attention_heads, c.v_head_dim, c.hidden_size
+    yield Figure(chapter, "rms of a per-head update over a whole one, 12,288 x 7168", "1.31",
+                 f"{(H * min(K, d) / min(H * K, d)) ** 0.5:.2f}", "with a convention",
+                 "all singular values 1, and no factor after it")
+    yield Figure(chapter, "bits a weight in MXFP4", "4.25", f"{4 + 8 / BLOCK:g}")
+    expert = 3 * c.expert_width * c.moe_intermediate_size
+    yield Figure(chapter, "bytes of a routed expert in MXFP4", "17,547,264",
+                 f"{expert // 2 + expert // BLOCK:,}")
 
 
 # --- chapter 13: the account of a million tokens --------------------------------------------

@@ -2,7 +2,7 @@
 
     e_i = sum_{j in group i} softmax_j(s_j) c_j      group i: tokens i r .. i r + r - 1
     X_t = { c_j : t - w < j <= t } and { e_i : i in A_t }
-    o_t = sum_{x in X_t} softmax_x(scale q_t . x) x  key and value are one
+    o_t = sum_{x in X_t} softmax_x(scale q_t . x) x  the key is the value
 
 Compressed Sparse Attention (CSA) takes for A_t the top k of the entries by the score
 I_ti = sum_h b_th relu(q'_th . k'_i) of a small indexer; Heavily Compressed Attention
@@ -11,9 +11,9 @@ I_ti = sum_h b_th relu(q'_th . k'_i) of a small indexer; Heavily Compressed Atte
 
 Token t may see entry i if the whole group lies before it, (i+1) r <= t: its own group
 is never among them, even where t ends it. A group that lies whole in the window would
-be seen twice, so its entry is left out, unless `recent=True`. The window holds t itself
-and should be no shorter than a group: of its unfinished group a token sees only what
-the window holds.
+be seen twice, so its entry is left out, unless `recent=True`. Both rules are chosen
+here; the released code was not compared. The window holds t itself and should be no
+shorter than a group: of its unfinished group a token sees only what the window holds.
 
 Reduced to the idea. Left out are RoPE on 64 of the 512 numbers, norms, the learned
 sink, low-bit storage of entries and index keys, and all projections: q, kv, scores and

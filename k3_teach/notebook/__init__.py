@@ -2,6 +2,7 @@
 
 from . import draw
 from .exercise import check
+from .experiment import experiment
 from .live import live, picture
 from .model_map import here, live_map
 from .palette import INK, PALETTE
@@ -10,6 +11,6 @@ from .source import show_source
 from .walk import live_walk
 
 __all__ = [
-    "INK", "PALETTE", "check", "draw", "here", "live", "live_map", "live_walk", "picture", "setup",
-    "show_source",
+    "INK", "PALETTE", "check", "draw", "experiment", "here", "live", "live_map", "live_walk",
+    "picture", "setup", "show_source",
 ]

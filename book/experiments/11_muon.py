@@ -12,14 +12,13 @@ takes about five minutes on one core. Chapter 11 reads the result, and runs `tra
 few seconds.
 """
 
-import argparse
-import json
 import math
 import statistics
 
 import torch
 
 import k3_teach as k3
+from k3_teach.notebook.experiment import command
 from k3_teach.train.muon import Muon
 
 STEPS, ROWS, LENGTH, TOKENS = 200, 16, 12, 16
@@ -91,11 +90,7 @@ def last(losses):
     return mean if math.isfinite(mean) else math.log(TOKENS)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", required=True)
-    output = parser.parse_args().output
-    torch.set_num_threads(1)
+def run():
     torch.set_default_dtype(torch.float32)
     result = {"steps": STEPS, "rates": RATES, "tried": {}, "best": {}, "fresh": {},
               "curves": {}}
@@ -107,11 +102,8 @@ def main():
         result["best"][name] = best
         result["fresh"][name] = [round(last(c), 4) for c in curves]
         result["curves"][name] = [[round(x, 3) for x in c[9::10]] for c in curves]
-        print(name, result["tried"][name], best, result["fresh"][name], flush=True)
-    with open(output, "w", encoding="utf-8") as file:
-        json.dump(result, file)
-        file.write("\n")
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    command(run, __doc__)

@@ -3,8 +3,8 @@
 One layer of attention and one feed-forward learn texts that all begin with the same token.
 Most next tokens follow from the current one alone (a fixed table); after one of three asking tokens
 comes once more the token that stood before it. Only there is attention needed, and everywhere else
-whatever a head reads, the first token excepted, says something that is not wanted. To look one token
-back a layer must know places, so the slot is rotated here, unlike in K3.
+whatever a head reads, the first token excepted, says something that is not wanted. To look one
+token back a layer must know places, so the slot is rotated here, unlike in K3.
 Three forms: without a gate, with K3's gate, and with KDA's order, a norm per head before the gate.
 What a gate has in parameters, the form without it has in its feed-forward.
 Three learning rates, four seeds each; about 4 minutes on one core.

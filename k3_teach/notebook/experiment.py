@@ -44,7 +44,7 @@ def _file(name: str) -> Path:
 
 
 def command(run, doc: str, arguments: list[str] | None = None) -> None:
-    """Run the experiment on one thread and write what it returns: numbers, strings, lists, dicts."""
+    """Run the experiment on one thread and write what it returns."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")

@@ -18,18 +18,17 @@ feed-forwards; a KDA layer has more parameters than an attention layer (stored t
 takes about six minutes on one core. A toy: it proves nothing about K3.
 """
 
-import argparse
-import json
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import k3_teach as k3
+from k3_teach.notebook.experiment import command
 
 WIDTH, HEADS, HEAD, INNER = 32, 2, 16, 48
 SYMBOLS, BACK, LENGTH, BASE = 8, 5, 16, 100.0
-TIMES, RATES, SEEDS, STEPS, BATCH = (1, 2, 4, 8), (0.003, 0.01, 0.02), 5, 300, 32
+TIMES, RATES, SEEDS, STEPS = (1, 2, 4, 8), (0.003, 0.01, 0.02), 5, 300
+BATCH, ROWS = 32, 256            # sequences in a step, in a test
 MODELS = {"NoPE": ["nope"], "NoPE, NoPE": ["nope", "nope"],
           "RoPE": ["rope"], "RoPE, RoPE": ["rope", "rope"],
           "KDA, NoPE": ["kda", "nope"], "KDA, RoPE": ["kda", "rope"]}
@@ -80,7 +79,7 @@ def batch(task: str, g: torch.Generator, rows: int, T: int):
     return ids, y
 
 
-def right(net, task: str, T: int, seed: int, rows: int = 256) -> float:
+def right(net, task: str, T: int, seed: int, rows: int = ROWS) -> float:
     """Share of right answers at T tokens."""
     ids, y = batch(task, torch.Generator().manual_seed(10_000 + seed), rows, T)
     with torch.no_grad():
@@ -119,21 +118,17 @@ def study(task: str, kinds: list[str]) -> dict:
                                     for runs in found]}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", required=True)
-    output = parser.parse_args().output
-    torch.set_num_threads(1)
+def run() -> dict:
+    """What was run, and for each task and model all rates, seeds and lengths."""
     count = lambda kinds: sum(w.numel() for w in Small(kinds).parameters())
-    result = {"lengths": [LENGTH * n for n in TIMES], "rates": RATES, "back": BACK,
-              "symbols": SYMBOLS, "steps": STEPS, "batch": BATCH, "base": BASE,
-              "parameters": {name: count(kinds) for name, kinds in MODELS.items()},
-              "tasks": {task: {name: study(task, kinds)
-                               for name, kinds in MODELS.items()} for task in TASKS}}
-    with open(output, "w", encoding="utf-8") as f:
-        json.dump(result, f, indent=None, separators=(", ", ": "))
-        f.write("\n")
+    return {"lengths": [LENGTH * n for n in TIMES], "rates": list(RATES), "back": BACK,
+            "symbols": SYMBOLS, "steps": STEPS, "batch": BATCH, "base": BASE,
+            "seeds": list(range(SEEDS)), "width": WIDTH, "heads": HEADS,
+            "head width": HEAD, "inner width": INNER, "rows in a test": ROWS,
+            "parameters": {name: count(kinds) for name, kinds in MODELS.items()},
+            "tasks": {task: {name: study(task, kinds)
+                             for name, kinds in MODELS.items()} for task in TASKS}}
 
 
 if __name__ == "__main__":
-    main()
+    command(run, __doc__)

@@ -32,15 +32,19 @@ def attention(c: K3Config) -> Iterator[Figure]:
     chapter, H = "07_attention_cache", c.num_attention_heads
     K, V, latent = c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank + c.qk_rope_head_dim
     yield Figure(chapter, "numbers a token and layer, 96 heads with keys and values of 128",
-                 "24,576", f"{H * (K + V):,}", "with a convention", "K3's keys are 192 wide")
+                 "24,576", f"{H * (K + V):,}", "with a convention", "K3's keys are 192 wide",
+                 page="96 × (128 + 128) = 24,576")
     yield Figure(chapter, "the same with K3's keys of 192", "30,720",
-                 f"{H * (c.qk_head_dim + V):,}")
-    yield Figure(chapter, "the same, 8 heads of keys and values", "2048", f"{8 * (K + V)}")
+                 f"{H * (c.qk_head_dim + V):,}", page="96 × (192 + 128) = 30,720")
+    yield Figure(chapter, "the same, 8 heads of keys and values", "2048", f"{8 * (K + V)}",
+                 page="8 × (128 + 128) = 2048")
+    yield Figure(chapter, "the same, over MLA", "3.6", f"{8 * (K + V) / latent:.1f}",
+                 page="caches 3.6 times as much as MLA")
     yield Figure(chapter, "numbers of MLA", "576", f"{latent}", page="512 + 64 = 576")
     up = column(1, 0, 0, 1).view(2, 1, 2)   # two heads, each reads one coordinate of c
     keys, _ = expand(column(1, 2).view(1, 1, 2), torch.cat((up, up), 1), 1)
     yield Figure(chapter, "keys of two heads, made from c = (1, 2)", "1 and 2",
-                 f"{keys[0, 0].item():g} and {keys[0, 1].item():g}", page="$K_1 = 1$")
+                 f"{keys[0, 0].item():g} and {keys[0, 1].item():g}", page="$K_1 = 1$ and $K_2 = 2$")
     q, cache, kv_b = draw(2, 3, 4, 6), draw(2, 7, 7, seed=1), draw(3, 7, 5, seed=2)
     forms = [form(q, cache, kv_b, 3, 0.4, causal_mask(4, 7)[None, None])
              for form in (mla_expanded, mla_absorbed)]
@@ -98,23 +102,28 @@ def order(c: K3Config) -> Iterator[Figure]:
     yield Figure(chapter, "equal vectors, 30 degrees a token: scores at distance 0, 1, 2",
                  "1, 0.866, 0.5", ", ".join(f"{s:.3g}" for s in scores.tolist()),
                  "with a convention", "before the division by the root of the width",
-                 page="0.866")
+                 page="\\cos 30° = 0.866")
     q, k, angles = draw(9, 8), draw(9, 8, seed=1), rope_angles(torch.arange(9), 8)
     turn = lambda x, a: apply_rope(x, a.expand(9, -1))
     there = (turn(q, angles[5]) * turn(k, angles[3])).sum(-1)
     apart = (q * turn(k, angles[3] - angles[5])).sum(-1)
     yield Figure(chapter, "score of turned vectors less score at their distance", "0",
-                 none(there - apart), page="R(n - m)")
+                 none(there - apart), page="R(m)^\\top R(n) = R(n - m)")
     after = lambda *xs: 0 if not xs else after(*xs[:-1]) / 2 + xs[-1]
     yield Figure(chapter, "AB and BA", "5 and 4", f"{after(2, 4):g} and {after(4, 2):g}",
                  "with a convention", "h <- h/2 + x from h = 0, with A = 2 and B = 4: the "
-                 "source prints no recursion", page="h/2 + x")
+                 "source prints no recursion", page="h/2 + x, A = 2, B = 4 AB: 0 2 5")
     u = draw(6) / draw(6).norm()
     mirror = torch.eye(6) - 2 * torch.outer(u, u)
     yield Figure(chapter, "H^T H less I, for a reflection H = I - 2 u u^T", "0",
-                 none(mirror.mT @ mirror - torch.eye(6)), page="I - 2 u u")
+                 none(mirror.mT @ mirror - torch.eye(6)), page="H = I - 2 u u^\\top")
     yield Figure(chapter, "scale of K3's scores, 1/sqrt(192)", "0.0722",
-                 f"{c.qk_head_dim ** -0.5:.4f}", page="\\sqrt{192}")
+                 f"{c.qk_head_dim ** -0.5:.4f}", page="1/\\sqrt{192}$ is 0.0722")
+    needle = [math.exp(8) / (math.exp(8) + (n - 1) * math.exp(0.5)) for n in (64, 512, 4096, 32768)]
+    yield Figure(chapter, "weight of a needle of logit 8 among normal draws, 64 to 32,768 tokens",
+                 "0.97, 0.78, 0.31, 0.05", ", ".join(f"{a:.2f}" for a in needle),
+                 "with a convention", "the mean of e^x over normal draws is e^(1/2)",
+                 page="0.97, 0.78, 0.31 and 0.05")
     at = rope_angles(torch.arange(200), 64).cos().mean(-1)
     yield Figure(chapter, "steps, of 199, at which the score of equal vectors rises", "82",
                  f"{int((at.diff() > 0).sum())}", "with a convention",

@@ -75,3 +75,11 @@
     if (shown && e.target !== box && !shown.contains(e.target)) hide();
   });
 })();
+
+// In the ledger, choosing a label unfolds the chapters; without scripts the reader does.
+document.querySelectorAll(".k3-show input").forEach(function (input) {
+  input.addEventListener("change", function () {
+    const folds = document.querySelectorAll(".k3-ledger details");
+    folds.forEach(function (fold) { fold.open = input.value !== "all"; });
+  });
+});

@@ -2,13 +2,14 @@
 
 A sequence is 12 random tokens of 16, twice; the loss counts the second time only, where
 every token can be known. The model has one KDA and one MLA layer, dense feed-forwards, and
-a plain residual. Five learning rates are tried for each optimiser on seeds 0 to 2; the best
-of each is then run on the fresh seeds 3 to 7. A seed sets weights and data, so all
-optimisers see the same.
+a plain residual. The rate rises over 1% of 200 steps, as K3's does, or over 10%. For each
+of the two, five learning rates are tried for each optimiser on seeds 0 to 2; the best of
+each is then run on the fresh seeds 3 to 7. (Muon on embedding and head, too, has the short
+warm-up only.) A seed sets weights and data, so all optimisers see the same.
 
     python book/experiments/11_muon.py --output book/experiments/11_muon.json
 
-takes about five minutes on one core. Chapter 11 reads the result, and runs `train` for a
+takes about ten minutes on one core. Chapter 11 reads the result, and runs `train` for a
 few seconds.
 """
 
@@ -23,6 +24,9 @@ from k3_teach.train.muon import Muon
 
 STEPS, ROWS, LENGTH, TOKENS = 200, 16, 12, 16
 RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
+WARM_UPS = {"1%": 0.01, "10%": 0.1}         # parts of the steps
+SHORT_ONLY = "Muon on all"                  # tried with the first of them
+TRIED, FRESH = (0, 1, 2), (3, 4, 5, 6, 7)   # seeds
 OPTIMISERS = ("AdamW", "Muon", "by heads", "Muon on all")
 BY_HEAD = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_b_proj.weight")
 KEYS_AND_VALUES = "kv_b_proj.weight"        # a head's K and V rows in turn: 2 H blocks
@@ -64,15 +68,15 @@ def copy_loss(model, generator):
     return torch.nn.functional.cross_entropy(known.flatten(0, 1), first.flatten())
 
 
-def train(name, rate, seed, steps=STEPS, of=STEPS):
-    """Losses of the first `steps` of `of` steps. The rate rises over 1% of them, then falls
-    on a cosine."""
+def train(name, rate, seed, warm_up=0.01, steps=STEPS):
+    """Losses of the first `steps` of STEPS steps. The rate rises over a part `warm_up` of
+    them, and falls on a cosine."""
     model = make_model(seed)
     generator = torch.Generator().manual_seed(1000 + seed)
     optimisers, losses = make_optimisers(model, name, rate), []
     for step in range(steps):
-        warm = min(1.0, (step + 1) / max(1, of // 100))
-        factor = warm * (1 + math.cos(math.pi * step / of)) / 2
+        warm = min(1.0, (step + 1) / (warm_up * STEPS))
+        factor = warm * (1 + math.cos(math.pi * step / STEPS)) / 2
         loss = copy_loss(model, generator)
         loss.backward()
         for optimiser in optimisers:
@@ -90,19 +94,23 @@ def last(losses):
     return mean if math.isfinite(mean) else math.log(TOKENS)
 
 
+def study(name, warm_up):
+    """One optimiser: losses for every rate, and those of the best on fresh seeds."""
+    tried = {r: [last(train(name, r, seed, warm_up)) for seed in TRIED] for r in RATES}
+    best = min(RATES, key=lambda r: statistics.fmean(tried[r]))
+    curves = [train(name, best, seed, warm_up) for seed in FRESH]
+    return {"tried": {str(r): [round(x, 4) for x in v] for r, v in tried.items()},
+            "best": best, "fresh": [round(last(c), 4) for c in curves],
+            "curves": [[round(x, 3) for x in c[9::10]] for c in curves]}
+
+
 def run():
     torch.set_default_dtype(torch.float32)
-    result = {"steps": STEPS, "rates": RATES, "tried": {}, "best": {}, "fresh": {},
-              "curves": {}}
-    for name in OPTIMISERS:
-        tried = {r: [last(train(name, r, s)) for s in range(3)] for r in RATES}
-        best = min(RATES, key=lambda r: statistics.fmean(tried[r]))
-        curves = [train(name, best, s) for s in range(3, 8)]
-        result["tried"][name] = {str(r): [round(x, 4) for x in v] for r, v in tried.items()}
-        result["best"][name] = best
-        result["fresh"][name] = [round(last(c), 4) for c in curves]
-        result["curves"][name] = [[round(x, 3) for x in c[9::10]] for c in curves]
-    return result
+    return {"steps": STEPS, "rows": ROWS, "length": LENGTH, "tokens": TOKENS,
+            "rates": RATES, "seeds_tried": TRIED, "seeds_fresh": FRESH,
+            "warm_up": {part: {name: study(name, value) for name in OPTIMISERS
+                               if part == "1%" or name != SHORT_ONLY}
+                        for part, value in WARM_UPS.items()}}
 
 
 if __name__ == "__main__":

@@ -66,31 +66,36 @@ def kda(c: K3Config) -> Iterator[Figure]:
     g, beta = -5 * draw(1, 40, 2, 8, seed=3).sigmoid(), draw(1, 40, 2, seed=4).sigmoid()
     both = [form(q, k, v, g, beta)[0] for form in (recurrent_kda, chunk_kda)]
     yield Figure(chapter, "recurrence less chunks", "0", none(both[0] - both[1]),
-                 page="chunk_kda")
+                 page="compares `chunk_kda` with `recurrent_kda`")
     yield Figure(chapter, "the least a channel keeps in a step, e^-5", "0.0067",
-                 f"{math.exp(a.gate_lower_bound):.4f}")
+                 f"{math.exp(a.gate_lower_bound):.4f}", page="e^{-5} = 0.0067")
     yield Figure(chapter, "the most that 16 tokens of such decay are divided by, e^80",
-                 "5.5e34", f"{math.exp(-16 * a.gate_lower_bound):.1e}".replace("+", ""))
+                 "5.5e34", f"{math.exp(-16 * a.gate_lower_bound):.1e}".replace("+", ""),
+                 page="e^80 = 5.5e34")
     mla = len(c.mla_layers)
     yield Figure(chapter, "KDA and MLA layers", "69 and 24",
-                 f"{c.num_hidden_layers - mla} and {mla}", page="69")
+                 f"{c.num_hidden_layers - mla} and {mla}", page="69 KDA, 24 MLA")
     state = len(a.kda_layers) * a.num_heads * a.head_dim ** 2
-    yield Figure(chapter, "numbers in all states", "108,527,616", f"{state:,}")
+    yield Figure(chapter, "numbers in all states", "108,527,616", f"{state:,}",
+                 page="numbers in all states 108,527,616")
+    yield Figure(chapter, "decays of a layer and token", "12,288",
+                 f"{a.num_heads * a.head_dim:,}", page="12,288 factors")
     yield from crossing(c)
 
 
 def crossing(c: K3Config) -> Iterator[Figure]:
     a, latent = c.linear_attn_config, c.kv_lora_rank + c.qk_rope_head_dim
-    for b, quoted, verdict, note in (
-            (2, "2731", "agrees", "bytes of a state's number; 2730.67"),
-            (4, "5461", "rounded", "5461.33: the first whole token is 5462")):
+    for b, quoted, verdict, note, page in (
+            (2, "2731", "agrees", "2730.67", "that is 2731 tokens"),
+            (4, "5461", "rounded", "5461.33: the first whole token is 5462",
+             "in round figures 5461")):
         tokens = a.num_heads * a.head_dim ** 2 * b / (2 * latent)
-        yield Figure("08_kda_hybrid", f"tokens at which the hybrid's cache is smaller, {b} "
-                     "bytes", quoted, f"{tokens:.0f}", verdict, note)
+        yield Figure("08_kda_hybrid", "tokens from which the hybrid's cache is smaller, states "
+                     f"of {b} bytes a number", quoted, f"{tokens:.0f}", verdict, note, page)
     parts = cost.cache_bytes(c, 1, state_bytes_per_number=2)
     fixed = parts["total"] - parts["MLA latents"]
     yield Figure("08_kda_hybrid", "the same with the convolutions' inputs, 2 bytes", "2923",
-                 f"{fixed / (2 * latent * len(a.kda_layers)):.0f}")
+                 f"{fixed / (2 * latent * len(a.kda_layers)):.0f}", page="is 2923 and 5654")
 
 
 # --- chapter 09: where order comes from -----------------------------------------------------

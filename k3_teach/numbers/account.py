@@ -1,5 +1,6 @@
 """Figures of chapters 10, 11 and 13: the three bills, the optimiser, a million tokens."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -84,17 +85,26 @@ def gated_mla(c: K3Config) -> Iterator[Figure]:
                  f"{repeats} x 4 = {c.num_hidden_layers - last}", page="23 × 4 = 92")
     yield Figure(chapter, "width of all queries, 96 x 192", "18,432", f"{H * c.qk_head_dim:,}")
     yield Figure(chapter, "width of the unfolded keys and values, 96 x 256", "24,576",
-                 f"{H * (c.qk_nope_head_dim + c.v_head_dim):,}")
+                 f"{H * (c.qk_nope_head_dim + c.v_head_dim):,}", page="512 → 96 × 256 = 24,576")
     yield Figure(chapter, "width of all outputs, 96 x 128", "12,288", f"{H * c.v_head_dim:,}")
     yield Figure(chapter, "parameters of one layer", "232,196,096", f"{cost.mla_parameters(c):,}")
     yield from million(c, len(c.mla_layers), L + c.qk_rope_head_dim)
     yield from states(c)
     yield Figure(chapter, "layers whose cache grows, less than 93 by", "75%",
                  f"{1 - len(c.mla_layers) / c.num_hidden_layers:.1%}", "corrected",
-                 "75% is the share of an exact 3:1; K3 has one MLA layer more", page="74.2%")
+                 "75% is the share of an exact 3:1; K3 has one MLA layer more",
+                 page="74.2% of the rows away")
+    yield Figure(chapter, "growing layers, all MLA over K3", "3.875",
+                 f"{c.num_hidden_layers / len(c.mla_layers):g}", page="93/24 = 3.875")
+    for what, better, worse, quoted, page in (
+            ("training, 0:1 to 3:1", 9.23, 9.45, "0.0236", "0.0236 in training"),
+            ("validation, 1:1 to 3:1", 5.65, 5.66, "0.0018", "0.0018 nats")):
+        yield Figure(chapter, f"Kimi Linear's perplexities as a loss in nats, {what}", quoted,
+                     f"{math.log(worse / better):.4f}", "with a convention",
+                     f"ln({worse} / {better}) of the reported figures", page)
     yield Figure(chapter, "Kimi Linear's gain at larger batches, 11.48 ms / 1.84 ms", "6.3",
                  f"{11.48 / 1.84:.2f}", "corrected", "its own two times give 6.24; its report "
-                 "calls 6.3 theoretical", page="6.24")
+                 "calls 6.3 theoretical", page="give 6.24;")
 
 
 def million(c: K3Config, layers: int, row: int) -> Iterator[Figure]:
@@ -110,17 +120,19 @@ def million(c: K3Config, layers: int, row: int) -> Iterator[Figure]:
                      f"{latents / 1e9:.1f} GB", "with a convention", note)
     yield Figure(chapter, "numbers a token, 61 layers of MLA", "35,136", f"{61 * row:,}")
     yield Figure(chapter, "their bytes at 1M tokens", "70 GB",
-                 f"{bytes_of(61 * row) / 1e9:.0f} GB", "with a convention", decimal)
-    yield Figure(chapter, "numbers a token, 24 layers of 96 heads of 128 and 128", "589,824",
-                 f"{layers * mha:,}", "with a convention", "quoted as 590K")
+                 f"{bytes_of(61 * row) / 1e9:.0f} GB", "with a convention", decimal,
+                 page="35,136 numbers, 70 GB")
+    yield Figure(chapter, "numbers a token, 24 layers of 96 heads of 128 and 128", "590K",
+                 f"{layers * mha / 1e3:.0f}K", "rounded", f"{layers * mha:,}",
+                 page="590K numbers a token")
     yield Figure(chapter, "their bytes at 1M tokens, keys of 128", "1.18 TB",
                  f"{bytes_of(layers * mha) / 1e12:.2f} TB", "with a convention", decimal)
     yield Figure(chapter, "the same with K3's keys of 192", "1.47 TB",
                  f"{bytes_of(layers * expanded) / 1e12:.2f} TB", "with a convention", decimal)
-    for name, numbers, quoted in (("128", mha, "43"), ("192", expanded, "53")):
+    for name, numbers, quoted, page in (("128", mha, "43", "43 times smaller (42.7)"),
+                                        ("192", expanded, "53", "53 times (53.3)")):
         yield Figure(chapter, f"heads with keys of {name}, over MLA", quoted,
-                     f"{numbers / row:.0f}", "rounded", f"{numbers / row:.2f}",
-                     page=f"{numbers / row:.1f}")
+                     f"{numbers / row:.0f}", "rounded", f"{numbers / row:.2f}", page)
 
 
 def states(c: K3Config) -> Iterator[Figure]:

@@ -4,8 +4,8 @@ A sequence is 12 random tokens of 16, twice; the loss counts the second time onl
 every token can be known. The model has one KDA and one MLA layer, dense feed-forwards, and
 a plain residual. The rate rises over 1% of 200 steps, as K3's does, or over 10%. For each
 of the two, five learning rates are tried for each optimiser on seeds 0 to 2; the best of
-each is then run on the fresh seeds 3 to 7. (Muon on embedding and head, too, has the short
-warm-up only.) A seed sets weights and data, so all optimisers see the same.
+each is then run on the fresh seeds 3 to 7. A seed sets weights and data, so all optimisers
+see the same.
 
     python book/experiments/11_muon.py --output book/experiments/11_muon.json
 
@@ -25,7 +25,6 @@ from k3_teach.train.muon import Muon
 STEPS, ROWS, LENGTH, TOKENS = 200, 16, 12, 16
 RATES = (0.0015, 0.003, 0.006, 0.012, 0.024)
 WARM_UPS = {"1%": 0.01, "10%": 0.1}         # parts of the steps
-SHORT_ONLY = "Muon on all"                  # tried with the first of them
 TRIED, FRESH = (0, 1, 2), (3, 4, 5, 6, 7)   # seeds
 OPTIMISERS = ("AdamW", "Muon", "by heads", "Muon on all")
 BY_HEAD = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_b_proj.weight")
@@ -108,8 +107,7 @@ def run():
     torch.set_default_dtype(torch.float32)
     return {"steps": STEPS, "rows": ROWS, "length": LENGTH, "tokens": TOKENS,
             "rates": RATES, "seeds_tried": TRIED, "seeds_fresh": FRESH,
-            "warm_up": {part: {name: study(name, value) for name in OPTIMISERS
-                               if part == "1%" or name != SHORT_ONLY}
+            "warm_up": {part: {name: study(name, value) for name in OPTIMISERS}
                         for part, value in WARM_UPS.items()}}
 
 

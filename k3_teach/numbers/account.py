@@ -65,12 +65,14 @@ def optimiser(c: K3Config) -> Iterator[Figure]:
     after = torch.linalg.svdvals(newton_schulz(U * values @ V))
     yield Figure(chapter, "64 singular values from 1 to 0.001 after five steps: the least",
                  "0.21", f"{after.min():.2f}", "with a convention", "Muon's coefficients; K3's "
-                 "are not published")
+                 "are not published", page="the smallest of the values is 0.21")
     H, K, d = c.num_attention_heads, c.v_head_dim, c.hidden_size
     yield Figure(chapter, "rms of a per-head update over a whole one, 12,288 x 7168", "1.31",
                  f"{(H * min(K, d) / min(H * K, d)) ** 0.5:.2f}", "with a convention",
-                 "all singular values 1, and no factor after it")
-    yield Figure(chapter, "bits a weight in MXFP4", "4.25", f"{4 + 8 / BLOCK:g}")
+                 "all singular values 1, and no factor after it",
+                 page="RMS of the per-head update is 1.31 times larger")
+    yield Figure(chapter, "bits a weight in MXFP4", "4.25", f"{4 + 8 / BLOCK:g}",
+                 page="4 + 8/32 = 4.25")
     expert = 3 * c.expert_width * c.moe_intermediate_size
     yield Figure(chapter, "bytes of a routed expert in MXFP4", "17,547,264",
                  f"{expert // 2 + expert // BLOCK:,}")

@@ -110,6 +110,14 @@ def test_ridges():
         "A100 80GB SXM": 153, "H100 SXM": 295, "H200 SXM": 206, "H20": 37, "B200": 281, "MI300X": 247, "MI355X": 315}
 
 
+def test_chips_are_as_on_their_data_sheets():
+    """TFLOP/s of dense bfloat16, TB/s and GB."""
+    assert {chip.name: (chip.flops / 1e12, chip.bandwidth / 1e12, chip.memory / 1e9) for chip in CHIPS} == {
+        "A100 80GB SXM": (312, 2.039, 80), "H100 SXM": (989.4, 3.35, 80), "H200 SXM": (989.4, 4.8, 141),
+        "H20": (148, 4.0, 96), "B200": (2250, 8.0, 180), "MI300X": (1307.4, 5.3, 192),
+        "MI355X": (2516.6, 8.0, 288)}
+
+
 def test_one_token_waits_for_memory_on_an_h100_and_two_do_not():
     h100, h20 = (next(chip for chip in CHIPS if chip.name == name) for name in ("H100 SXM", "H20"))
     one, two = intensity(K3["MLA absorbed"]), intensity(K3["MLA absorbed"], 2)

@@ -27,33 +27,47 @@ def bills(c: K3Config) -> Iterator[Figure]:
                          ("K = V", "98,304")):
         yield Figure(chapter, f"prefill: multiply-adds a pair of tokens, {name}", quoted,
                      f"{kinds[name].prefill_macs:,}")
-    for name, quoted in (("GQA8", "2048"), ("MLA absorbed", "576"), ("MFA-like", "512"),
-                         ("K = V", "512")):
+    for name, quoted, page in (
+            ("GQA8", "2048", "8 \\cdot (128 + 128) = 2048"),
+            ("MLA absorbed", "576", "MLA absorbed 576"),
+            ("MFA-like", "512", "MFA-like 512 49,152"), ("K = V", "512", "K = V 512 98,304")):
         yield Figure(chapter, f"cached numbers a token and layer, {name}", quoted,
-                     f"{kinds[name].cached}")
+                     f"{kinds[name].cached}", page=page)
     mla = kinds["MLA absorbed"]
     yield Figure(chapter, "decode: multiply-adds a cached token, MLA", "104,448",
-                 f"{mla.decode_macs:,}")
-    for name, quoted in (("MHA", "4.25"), ("MLA expanded", "3.40")):
+                 f"{mla.decode_macs:,}", page="96 \\cdot (576 + 512) = 104,448")
+    for name, quoted, page in (("MHA", "4.25", "4.25 times the 24,576"),
+                               ("MLA expanded", "3.40", "3.40 times its own")):
         yield Figure(chapter, f"that, over {name} in prefill", quoted,
                      f"{mla.decode_macs / kinds[name].prefill_macs:.2f}", "with a convention",
-                     f"heads of {kinds[name].key} + {kinds[name].value}; core only, no time")
+                     f"heads of {kinds[name].key} + {kinds[name].value}; core only, no time", page)
     yield Figure(chapter, "cached numbers, GQA of 8 groups over MLA", "3.56",
-                 f"{kinds['GQA8'].cached / mla.cached:.2f}")
-    for tokens, quoted in ((1, "181"), (2, "363")):
+                 f"{kinds['GQA8'].cached / mla.cached:.2f}", page="GQA8 / MLA 3.56")
+    for tokens, quoted, page in ((1, "181", "181 FLOP per byte, below"),
+                                 (2, "363", "with two at 363")):
         yield Figure(chapter, f"FLOP a cached byte, MLA absorbed, query tokens: {tokens}", quoted,
-                     f"{intensity(mla, tokens):.0f}", "with a convention", "2 bytes a number")
+                     f"{intensity(mla, tokens):.0f}", "with a convention", "2 bytes a number", page)
     ridges = {chip.name: chip.ridge for chip in CHIPS}
-    for name, quoted in (("H100 SXM", "295"), ("H20", "37")):
+    for name, quoted, page in (("H100 SXM", "295", "ridge of an H100 of 295"),
+                               ("H20", "37", "H20, whose ridge is 37")):
         yield Figure(chapter, f"FLOP a byte at the ridge, {name}", quoted, f"{ridges[name]:.0f}",
-                     "with a convention", "dense bfloat16, data sheets")
+                     "with a convention", "dense bfloat16, data sheets", page)
     yield Figure(chapter, "tokens a verification, 7 drafts kept with 0.8 each", "4.16",
                  f"{expected_tokens(0.8, 7):.2f}", "with a convention",
-                 "every draft is kept with the same chance, independently")
+                 "every draft is kept with the same chance, independently",
+                 page="4.16 tokens with seven drafts")
     K, drafts = c.linear_attn_config.head_dim, 7
     yield Figure(chapter, "numbers a head, 7 snapshots and 7 inputs", "114,688 and 2,695",
                  f"{drafts * K * K:,} and {drafts * (3 * K + 1):,}", "with a convention",
-                 "the inputs are k, v, g and beta", page="114,688")
+                 "the inputs are k, v, g and beta", page="2,695 against 114,688")
+    parts = cost.cache_bytes(c, 2 ** 20, state_bytes_per_number=2)
+    for name, what, quoted, page in (
+            ("MLA latents", "MLA's rows", "29.0", "29.0 GB of rows"),
+            ("KDA states", "KDA's states in bfloat16", "0.22", "0.22 GB in bfloat16")):
+        digits = 1 if quoted == "29.0" else 2
+        yield Figure(chapter, f"GB of {what} at 2^20 tokens", quoted,
+                     f"{parts[name] / 1e9:.{digits}f}", "with a convention",
+                     "GB is 10^9 bytes", page)
 
 
 # --- chapter 11: the optimiser --------------------------------------------------------------

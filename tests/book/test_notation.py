@@ -7,6 +7,7 @@ from k3_teach.config import K3Config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "book/notation.md").read_text(encoding="utf-8")
+HEADINGS = ("Along depth", "Experts", "Load", "Along the sequence", "Costs", "Training")
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "k3_teach").rglob("*.py"))
 
 
@@ -32,7 +33,7 @@ def test_sizes_are_those_of_the_configuration():
 
 def test_names_in_the_code_column_are_in_the_code():
     names = set()
-    for heading in ("Along depth", "Experts", "Load", "Along the sequence"):
+    for heading in HEADINGS:
         for row in rows_of(heading):
             names |= set(re.findall(r"`([\w.]+)`", row[2]))
     assert len(names) > 15
@@ -42,8 +43,8 @@ def test_names_in_the_code_column_are_in_the_code():
 
 
 def test_every_letter_with_several_meanings_has_them_above():
-    symbols = " ".join(row[0] for row in rows_of("Along depth") + rows_of("Experts")
-                       + rows_of("Load") + rows_of("Along the sequence") + rows_of("Sizes"))
+    symbols = " ".join(row[0] for heading in (*HEADINGS, "Everywhere", "Sizes")
+                       for row in rows_of(heading))
     for letter, meanings in rows_of("One letter, several meanings"):
         inner = letter.strip("$")
         assert len(re.findall(re.escape(inner), symbols)) >= 2 and ";" in meanings, letter

@@ -13,9 +13,10 @@ features. What its keys and values read of a token makes four kinds of teacher:
 Students have 4 heads and cache 16 numbers: 4, 2 or 1 sets of keys and values, or a latent
 (heads 8 wide; without the norm of the latent; 4 wide, so that there are fewer parameters
 than with MQA; both). Each is trained for 300 steps of Adam at three step sizes, from 3
-seeds. Stored is the share of the teacher's output, in mean squares, that is missed on
-fresh tokens, [step sizes][seeds]. A toy: it proves nothing about K3. One core needs six
-minutes.
+seeds; three of them again for 1500 steps at the smallest, and MLA at half of it, too,
+to see what is still being learned. Stored is the share of the teacher's output, in mean
+squares, that is missed on fresh tokens, [step sizes][seeds]. A toy: it proves nothing
+about K3. One core needs nine minutes.
 """
 
 import torch
@@ -28,6 +29,8 @@ D, H, HEAD, CACHED, BATCH, LENGTH, TESTED = 32, 4, 8, 16, 16, 12, 256
 STEPS, RATES, SEEDS = 300, (0.02, 0.05, 0.1), (0, 1, 2)
 TEACHERS = ("all", "one", "two", "own")
 STUDENTS = ("MHA", "GQA", "MQA", "MLA", "MLA no norm", "MLA narrow", "MLA both")
+LONG = 1500
+LONG_RATES = {"MQA": (0.02,), "MLA": (0.01, 0.02), "MLA no norm": (0.02,)}
 
 
 def student(kind: str) -> nn.Module:
@@ -77,6 +80,12 @@ def fit(kind: str, what: str, seed: int, rate: float, steps: int = STEPS) -> flo
         return ((layer(x) - y).square().mean() / y.square().mean()).item()
 
 
+def missed(kind: str, rates: tuple, steps: int) -> dict:
+    """Of each teacher: [step sizes][seeds]."""
+    return {what: [[round(fit(kind, what, seed, rate, steps), 3) for seed in SEEDS]
+                   for rate in rates] for what in TEACHERS}
+
+
 def run() -> dict:
     """What was run; parameters of each student; [step sizes][seeds] of each pair."""
     torch.set_default_dtype(torch.float64)
@@ -85,9 +94,10 @@ def run() -> dict:
             "steps": STEPS, "batch": BATCH, "length": LENGTH, "tested": TESTED,
             "rates": RATES, "seeds": SEEDS,
             "parameters": {kind: count(kind) for kind in STUDENTS},
-            "missed": {kind: {what: [[round(fit(kind, what, seed, rate), 3)
-                                      for seed in SEEDS] for rate in RATES]
-                              for what in TEACHERS} for kind in STUDENTS}}
+            "missed": {kind: missed(kind, RATES, STEPS) for kind in STUDENTS},
+            "long_steps": LONG, "long_rates": LONG_RATES,
+            "long_missed": {kind: missed(kind, rates, LONG)
+                            for kind, rates in LONG_RATES.items()}}
 
 
 if __name__ == "__main__":

@@ -66,10 +66,16 @@ class Ledger(SphinxDirective):
         cells = [re.sub(r".*::", "", check) for check in claim.checks if "::" in check]
         asserts = f", {claim.asserts} asserts" if claim.asserts > 1 else ", 1 assert"
         found = [[nodes.Text(cell + asserts * bool(claim.asserts))] for cell in cells]
-        found += [[nodes.literal("", check)] for check in claim.checks if "::" not in check]
-        if claim.label.startswith("reported") and claim.cites:
+        others = [check for check in claim.checks if "::" not in check]
+        if claim.label.startswith(("reported", "read")) and claim.cites:
             found.append(self._markdown(f"{{cite}}`{','.join(claim.cites)}`"))
-        return list(parted(found, nodes.Text(", ")))
+        found += [[nodes.literal("", check)] for check in others if check[:6] != "tests/"]
+        if claim.label.startswith("read") and len(found) == 1:
+            found.append([nodes.Text("no file named")])
+        tests = [[nodes.literal("", check)] for check in others if check[:6] == "tests/"]
+        shown = list(parted(found, nodes.Text(", ")))
+        ours = [nodes.Text(" · ours: "), *parted(tests, nodes.Text(", "))] if tests else []
+        return shown + ours
 
     def _markdown(self, text):
         return self.parse_inline(text)[0]

@@ -6,8 +6,8 @@
 A claim is a line of Markdown with a label, `*[measured here]*`; a line is a sentence, the row of a
 table, or a caption. Where it is checked follows from the label:
 
-    measured, derived        the code cell of its section that shows most of its numbers
-    read from the code       the files that it names, and the tests of what its section uses
+    measured, derived        the code cell of its section that has most of its numbers and names
+    read from the code       the release, the files that it names, tests of what its section uses
     reported                 the works that it cites, else the nearest that its section cites
     open                     nothing
 """
@@ -26,10 +26,13 @@ LABELS = ("derived here", "measured here", "read from the released code",
           "reported by the authors", "reported by others", "open")
 BADGE = re.compile(r"\s*(?<![*`])\*\[(" + "|".join(LABELS) + r")\]\*(?!\*)")
 FORMULA = re.compile(r"\n+\$\$\n[^$]*\n\$\$(?: \((eq-[\w-]+)\))?\n+")
+CODE, NAME = re.compile(r"(?<!\})`[^`]+`"), re.compile(r"[a-zA-Z_]\w{3,}")
 KEPT = re.compile(r"(\$[^$]+\$|`[^`]+`)")           # formulas and code in a sentence
+RELEASE = "kimi_k3_release"                         # what was read, also where no file is named
+GOLDEN = "tests/test_golden.py"                     # the test with numbers of the released code
 FILES = re.compile(r"\bconfig\.json|\bmodeling_\w+\.py|\bindex\b")
 NAMED_AFTER = re.compile(r"\b(in|by|of|from|with|and)$")    # after these a work is named
-STATED_BY = re.compile(r"\b(is|are|was|were|column|second)$")  # after these a label is
+STATED_BY = re.compile(r"\b(is|are|was|were|or|column|second)$")  # after these a label is
 NOT_OURS = re.compile(r"\b(image|vision)\b")        # which the package does not have
 
 
@@ -45,7 +48,7 @@ class Claim:
     cites: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     asserts: int = 0                    # how many the cell has
-    figures: tuple[str, ...] = ()       # rows of k3_teach.numbers, as they are quoted
+    figures: tuple[str, ...] = ()       # rows of k3_teach.numbers: as quoted, and of what
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class Cell:
     @property
     def asserts(self) -> int:
         return len(re.findall(r"^\s*assert\b", self.source, re.M))
+
+
+is_cell = lambda part: isinstance(part, Cell)
 
 
 @dataclass
@@ -152,8 +158,7 @@ def claims(folder: Path, rows: Iterable = ()) -> list[Claim]:
         for at, section in enumerate(parts):
             for place, line in enumerate(section.parts):
                 for badge in () if is_cell(line) else BADGE.finditer(line):
-                    near = list(around(parts, at, place))
-                    sentence = plain(line, named, entries)
+                    near, sentence = [*around(parts, at, place)], plain(line, named, entries)
                     checked = check(name, line, badge, near, origin, tests)
                     found.append(Claim(name, section.heading, section.anchor, badge[1], sentence,
                                        *checked, quotes(sentence, name, rows)))
@@ -168,17 +173,14 @@ def check(name, line, badge, near, origin, tests) -> tuple[tuple, tuple, int]:
         return cites or keys(line) or first(nearest_keys(*place) for place in near), (), 0
     cells = [cell for place in near for cell in by_nearness(*place, label)]
     if label.startswith("read"):
-        files = dict.fromkeys(FILES.findall(stretch))
-        found = first(tested(cell, origin, tests) for cell in cells) or {"tests/test_golden.py"}
+        found = first(tested(cell, origin, tests) for cell in cells) or {GOLDEN}
         found |= {"tests/test_config.py"} if "config" in stretch else set()
-        return cites, (*files, *(() if NOT_OURS.search(stretch) else sorted(found))), 0
+        found = () if NOT_OURS.search(stretch) else sorted(found, key=lambda f: (f != GOLDEN, f))
+        found = (*dict.fromkeys(FILES.findall(stretch)), *found)
+        return tuple(dict.fromkeys((RELEASE, *cites))), found, 0
     if label == "open" or not cells:
         return cites, (), 0
     return cites, (f"{name}.ipynb::Cell {cells[0].number}",), cells[0].asserts
-
-
-def is_cell(part) -> bool:
-    return isinstance(part, Cell)
 
 
 def first(found: Iterable):
@@ -206,13 +208,14 @@ def stretch_of(line: str, badge: re.Match) -> str:
 
 
 def by_nearness(parts: list, place: int, label: str) -> list[Cell]:
-    """The cells of a section; those first that show more of a sentence's numbers.
+    """The cells of a section; those first that have more of a sentence's numbers and names.
 
     Between equals: what is measured stands before its sentence, and code follows a derivation.
     """
-    wanted = digits(parts[place])
+    wanted = {*digits(parts[place]), *NAME.findall(" ".join(CODE.findall(parts[place])))}
     def order(i):
-        shared = wanted & digits(parts[i].printed + parts[i].source)
+        said = parts[i].printed + parts[i].source
+        shared = wanted & {*digits(said), *NAME.findall(said)}
         return -len(shared), (i < place) != label.startswith("measured"), abs(i - place)
     shown = [i for i, part in enumerate(parts) if is_cell(part) and part.shows]
     return [parts[i] for i in sorted(shown, key=order)]
@@ -226,15 +229,15 @@ def digits(text: str) -> set[str]:
 
 
 def quotes(sentence: str, chapter: str, rows: list) -> tuple[str, ...]:
-    """The rows of k3_teach.numbers whose figure stands in the sentence, as they are quoted."""
+    """The rows of k3_teach.numbers whose digits stand in the sentence, the chapter's own first."""
     text, found = sentence.replace("{,}", ",").replace("−", "-"), {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.chapter != chapter):
         for quoted in filter(None, (row.page, row.quoted, row.computed)):
             tells = len(quoted) > (2 if row.chapter == chapter else 5) and (
                 quoted == row.page or digits(quoted))
             if tells and re.search(rf"(?<![\d.,]){re.escape(quoted)}(?!\d|[.,]\d)", text):
-                found[row.quoted] = None
-    return tuple(found)
+                found.setdefault(quoted, f"{row.quoted} ({row.what})")
+    return tuple(dict.fromkeys(found.values()))
 
 
 # --- words --------------------------------------------------------------------------------------
@@ -253,8 +256,8 @@ def plain(line: str, named: dict[str, str], entries: dict[str, dict]) -> str:
     line = re.sub(r"^\s*(?:[-*]|\d+\.) |^\| ?| ?\|$", "", line).replace(" | ", ": ")
     parts = KEPT.split(line)
     parts[::2] = [part.replace("*", "") for part in parts[::2]]
-    line = re.sub(r"\s+([.,;:)])(?!\d)", r"\1", " ".join("".join(parts).split()))
-    return line.replace(",)", ")")
+    line = " ".join("".join(parts).split())
+    return re.sub(r"\s+([.,;:)])(?!\d)", r"\1", line).replace(",)", ")")
 
 
 def nearest_keys(parts: list, place: int) -> tuple[str, ...]:
@@ -280,14 +283,12 @@ def tested(cell: Cell, origin: dict[str, str], tests: dict[str, tuple]) -> set[s
     used = [dotted for name, dotted in origin.items()
             if re.search(rf"\b{re.escape(name)}\b", cell.source)]
     of = lambda dotted: tests.get(dotted) or tests.get(dotted.rpartition(".")[0], ())
-    return {test for dotted in used if ".notebook." not in dotted for test in of(dotted)}
+    found = {test for dotted in used if ".notebook." not in dotted for test in of(dotted)}
+    return found | ({GOLDEN} if any(".parts." in dotted for dotted in used) else set())
 
 
 def covers(root: Path) -> dict[str, tuple[str, ...]]:
-    """A module -> its tests: the file in the same place, else the first that imports it.
-
-    The whole model is compared with outside values in test_golden, and so is every part.
-    """
+    """A module -> its tests: the file in the same place, else the first that imports it."""
     texts = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
              for path in sorted(root.glob("tests/**/test_*.py"))}
     found = {}
@@ -295,6 +296,5 @@ def covers(root: Path) -> dict[str, tuple[str, ...]]:
         module = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
         own = "/".join(["tests", *module.split(".")[1:-1], f"test_{path.stem}.py"])
         tests = [own] if own in texts else [t for t in texts if module in texts[t]][:1]
-        whole = module == "k3_teach.model" or not tests
-        found[module] = (*tests, *["tests/test_golden.py"] * whole)
+        found[module] = (*tests, *[GOLDEN] * (module == "k3_teach.model" or not tests))
     return found

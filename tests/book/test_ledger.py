@@ -119,10 +119,21 @@ def test_a_cell_that_only_checks_an_exercise_shows_nothing(small):
                for claim in claims(small) for check in claim.checks)
 
 
+def test_a_cell_with_the_numbers_is_chosen_before_the_nearest():
+    cells = [ledger.Cell(i, source, printed, True) for i, (source, printed) in enumerate(
+        [("by_hand()", "81.6 of 1024"), ("", "816"), ("", ""), ("", "")])]
+    chosen = lambda sentence, label: [cell.number for cell in ledger.by_nearness(
+        [*cells[:3], sentence, cells[3]], 3, label)]
+    assert chosen("It has 816 rows.", "measured here") == [1, 2, 0, 3]
+    assert chosen("It has 816 rows.", "derived here") == [1, 3, 2, 0]
+    assert chosen("It is what `by_hand` makes.", "measured here") == [0, 2, 1, 3]
+
+
 def test_what_was_read_has_its_file_and_the_tests_of_what_the_section_uses(small):
     claim = found(small, "It is so", "read from the released code")
     assert claim.anchor == "in--release"
-    assert set(claim.checks) == {"config.json", "tests/scale/test_cost.py", "tests/test_config.py"}
+    assert claim.checks == ("config.json", "tests/scale/test_cost.py", "tests/test_config.py")
+    assert claim.cites == (ledger.RELEASE,)
 
 
 def test_what_is_reported_has_its_works(small):
@@ -179,12 +190,14 @@ def test_numbers_that_tell_something():
 
 
 def test_quoted_figures_are_found_in_a_sentence():
-    row = Figure("05_latent_moe", "", "9.72%", "9.72%")
-    assert quotes("it is 9.72% of them", "05_latent_moe", [row]) == ("9.72%",)
+    row = Figure("05_latent_moe", "weights", "9.72%", "9.72%")
+    assert quotes("it is 9.72% of them", "05_latent_moe", [row]) == ("9.72% (weights)",)
     assert quotes("it is 19.72% of them", "05_latent_moe", [row]) == ()
     assert quotes("it is 9.72% of them", "06_balancing", [row]) == ()
     long = Figure("01_layer", "", "82,432", "82,432", page="82,432 experts")
-    assert quotes("all $82{,}432$ of them", "06_balancing", [long]) == ("82,432",)
+    assert quotes("all $82{,}432$ of them", "06_balancing", [long]) == ("82,432 ()",)
+    own = Figure("06_balancing", "biases", "82,432", "82,432")
+    assert quotes("82,432 of them", "06_balancing", [long, own]) == ("82,432 (biases)",)
     assert quotes("1 and 2", "01_layer", [Figure("01_layer", "", "1 and 2", "1 and 2")]) == ()
 
 
@@ -236,7 +249,8 @@ def test_every_cell_and_file_that_is_named_exists(book):
 
 def test_every_claim_has_its_check(book):
     bare = [c for c in book if c.label.startswith("measured") and not c.checks
-            or c.label.startswith("reported") and not c.cites]
+            or c.label.startswith("reported") and not c.cites
+            or c.label.startswith("read") and ledger.RELEASE not in c.cites]
     assert not bare, [(c.chapter, c.label, c.sentence) for c in bare]
 
 
@@ -272,6 +286,12 @@ def test_the_page_has_every_claim(pages, site, book):
     folds = pages[path].select(".k3-ledger details")
     assert len(folds) == len({claim.chapter for claim in book})
     assert not any(fold.has_attr("open") for fold in folds)
+
+
+def test_the_chapters_show_a_badge_for_every_claim(pages, site, book):
+    for name in ledger.chapters(BOOK):
+        badges = pages[site / f"book/{name}.html"].select("article .k3-label")
+        assert len(badges) == sum(claim.chapter == name for claim in book), name
 
 
 @pytest.mark.browser

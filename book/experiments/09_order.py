@@ -11,13 +11,13 @@ Every model is a stack of blocks of one width (mixer, then feed-forward, each wi
 norm before it), trained at LENGTH tokens and tested there and at 2, 4 and 8 times as
 many, in float32. All get the same steps and batches, four learning rates, and five seeds
 at each; reported is the rate with the best mean at the length of training, the lowest if
-several are equal. RoPE has a base of 100 or, in the models named "10k", which were tried
-at the first rate only, of 10,000. Equal are width and feed-forwards; a KDA layer has more
-parameters than an attention layer (stored too).
+several are equal. RoPE has a base of 100 or, in the models named "10k", of 10,000. Equal
+are width and feed-forwards; a KDA layer has more parameters than an attention layer
+(stored too).
 
     python book/experiments/09_order.py --output book/experiments/09_order.json
 
-takes about nine minutes on one core. A toy: it proves nothing about K3.
+takes about twelve minutes on one core. A toy: it proves nothing about K3.
 """
 
 import torch
@@ -113,12 +113,11 @@ def train(kinds: list[str], task: str, rate: float, seed: int, steps: int = STEP
 
 def study(task: str, kinds: list[str]) -> dict:
     """All rates and seeds of one model and task: [rates][seeds][lengths]."""
-    rates = RATES[:1] if "rope 10k" in kinds else RATES
     found = [[[right(net, task, LENGTH * n, seed) for n in TIMES]
               for seed in range(SEEDS) for net in [train(kinds, task, rate, seed)]]
-             for rate in rates]
+             for rate in RATES]
     mean = lambda runs: sum(run[0] for run in runs) / len(runs)
-    best = max(range(len(rates)), key=lambda i: mean(found[i]))
+    best = max(range(len(RATES)), key=lambda i: mean(found[i]))
     return {"best": best, "right": [[[round(x, 4) for x in run] for run in runs]
                                     for runs in found]}
 

@@ -120,19 +120,29 @@ def measure(model, seed=1000):
     return {name: round(float(value), 4) for name, value in out.items()}
 
 
-def train(form, rate, seed, steps=STEPS):
+def train(form, rate, seed, steps=STEPS, stop=None, losses=None):
+    """A trained toy; `stop`: so many steps of it only, each loss appended to `losses`."""
     torch.manual_seed(seed)
     model, (ids, _) = Toy(form), texts(seed, steps * BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.01)
-    for step, batch in enumerate(ids.split(BATCH)):
+    for step, batch in enumerate(ids.split(BATCH)[:stop]):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (step + 1) / 50) * (1 - 0.9 * step / steps)
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        if losses is not None:
+            losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return model
+
+
+def first_losses():
+    """The 10th and 20th loss of one of the runs, cheap to repeat."""
+    losses = []
+    train("no gate", RATES[-1], SEEDS[0], stop=20, losses=losses)
+    return [round(losses[i], 4) for i in (9, 19)]
 
 
 def run():
@@ -144,7 +154,7 @@ def run():
                 row = {"form": form, "rate": rate, "seed": seed, "parameters": size}
                 rows.append(row | measure(train(form, rate, seed)))
                 print(rows[-1], flush=True)
-    return {"settings": SETTINGS, "rows": rows}
+    return {"settings": SETTINGS, "losses": first_losses(), "rows": rows}
 
 
 if __name__ == "__main__":

@@ -333,6 +333,14 @@ def test_what_next_law_is():
     assert next_law(logits.bfloat16(), 0.7).dtype == torch.float64
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_law_of_coarse_logits_is_computed_in_float64(dtype):
+    """The temperature divides after the cast: a quotient in float32 has 24 bits, one in bfloat16 8."""
+    logits = torch.linspace(-9, 9, 50, dtype=torch.float64).to(dtype)
+    exact = np.exp(logits.double().numpy() / 0.7)
+    np.testing.assert_allclose(next_law(logits, 0.7), exact / exact.sum(), rtol=1e-12)
+
+
 def test_calls_that_cannot_be_meant(pair):
     target, draft = pair
     ids = torch.tensor([[1, 2]])

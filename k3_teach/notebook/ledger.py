@@ -7,7 +7,7 @@ A claim is a line of Markdown with a label, `*[measured here]*`; a line is a sen
 table, or a caption. Where it is checked follows from the label:
 
     measured, derived        the code cell of its section that has most of its numbers and names
-    read from the code       the release, the files that it names, tests of what its section uses
+    read from the code       the release, the files that it names, tests of what its section shows
     reported                 the works that it cites, else the nearest that its section cites
     open                     nothing
 """
@@ -31,6 +31,9 @@ KEPT = re.compile(r"(\$[^$]+\$|`[^`]+`)")           # formulas and code in a sen
 RELEASE = "kimi_k3_release"                         # what was read, also where no file is named
 GOLDEN = "tests/test_golden.py"                     # the test with numbers of the released code
 FILES = re.compile(r"\bconfig\.json|\bmodeling_\w+\.py|\bindex\b")
+HELD_BY = {r"config": "tests/test_config.py", r"\bmodeling_": GOLDEN,  # a file, the test of it
+           r"\bindex\b": "tests/scale/test_cost.py"}
+SHOWN = re.compile(r"\bshow_source\(([^)]*)\)")     # the package's code, on a page
 NAMED_AFTER = re.compile(r"\b(in|by|of|from|with|and)$")    # after these a work is named
 STATED_BY = re.compile(r"\b(is|are|was|were|or|column|second)$")  # after these a label is
 NOT_OURS = re.compile(r"\b(image|vision)\b")        # which the package does not have
@@ -49,6 +52,7 @@ class Claim:
     checks: tuple[str, ...] = ()
     asserts: int = 0                    # how many the cell has
     figures: tuple[str, ...] = ()       # rows of k3_teach.numbers: as quoted, and of what
+    borrows: bool = False               # reported, and the work is cited in another line only
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Cell:
 
 
 is_cell = lambda part: isinstance(part, Cell)
+first = lambda found: next(filter(None, found), ())     # that is not empty; else an empty one
+shown = lambda parts: " ".join(sum((SHOWN.findall(p.source) for p in parts if is_cell(p)), []))
 
 
 @dataclass
@@ -104,8 +110,8 @@ def sections(notebook: dict) -> list[Section]:
 def code_cell(cell: dict, source: str, number: int) -> Cell:
     texts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell["outputs"]]
     aside = {"check", "exercise"} & set(cell["metadata"].get("tags", ()))
-    imports = source.startswith("try:\n    import k3_teach")
-    return Cell(number, source, "\n".join(map("".join, texts)), not (aside or imports))
+    aside = aside or source.startswith("try:\n    import k3_teach")         # the imports
+    return Cell(number, source, "\n".join(map("".join, texts)), not aside)
 
 
 def lines(markdown: str) -> list[str]:
@@ -113,7 +119,6 @@ def lines(markdown: str) -> list[str]:
     def inside(found):
         number = f" {{eq}}`{found[1]}` " if found[1] else " … "
         return number if markdown[found.end():found.end() + 1].islower() else found[0]
-
     markdown = FORMULA.sub(inside, markdown)
     markdown = re.sub(r"^```(?!\{).*?^```$", "", markdown, flags=re.M | re.S)
     return [line for line in markdown.splitlines() if line and not line.startswith(("```", ":"))]
@@ -161,38 +166,37 @@ def claims(folder: Path, rows: Iterable = ()) -> list[Claim]:
                     near, sentence = [*around(parts, at, place)], plain(line, named, entries)
                     checked = check(name, line, badge, near, origin, tests)
                     found.append(Claim(name, section.heading, section.anchor, badge[1], sentence,
-                                       *checked, quotes(sentence, name, rows)))
+                                       *checked, quotes(sentence, name, rows),
+                                       badge[1].startswith("reported") and not keys(line)))
     return found
 
 
 def check(name, line, badge, near, origin, tests) -> tuple[tuple, tuple, int]:
     """What a claim cites, what checks it, and how many asserts the cell has that does."""
     label, stretch = badge[1], stretch_of(line, badge)
-    cites = keys(stretch)
+    cites, files = keys(stretch), tuple(dict.fromkeys(FILES.findall(stretch)))
     if label.startswith("reported"):
         return cites or keys(line) or first(nearest_keys(*place) for place in near), (), 0
     cells = [cell for place in near for cell in by_nearness(*place, label)]
     if label.startswith("read"):
-        found = first(tested(cell, origin, tests) for cell in cells) or {GOLDEN}
-        found |= {"tests/test_config.py"} if "config" in stretch else set()
-        found = () if NOT_OURS.search(stretch) else sorted(found, key=lambda f: (f != GOLDEN, f))
-        found = (*dict.fromkeys(FILES.findall(stretch)), *found)
+        found = tested(shown(near[0][0]), origin, tests)
+        if not found and not files:
+            used = first(tested(cell.source, origin, tests) for cell in cells)
+            found = used if len(used) < 4 else {GOLDEN}     # a cell with much of the package
+        found = {*found, *(test for word, test in HELD_BY.items() if re.search(word, stretch))}
+        found = sorted(found or {GOLDEN}, key=lambda f: (f != GOLDEN, f))
+        found = (*files, *(() if NOT_OURS.search(stretch) else found))
         return tuple(dict.fromkeys((RELEASE, *cites))), found, 0
     if label == "open" or not cells:
         return cites, (), 0
     return cites, (f"{name}.ipynb::Cell {cells[0].number}",), cells[0].asserts
 
 
-def first(found: Iterable):
-    """The first that is not empty; else an empty one."""
-    return next(filter(None, found), ())
-
-
 def around(found: list[Section], at: int, place: int) -> Iterator[tuple[list, int]]:
     """The parts of a section and a place in them; then those of the whole `## section`."""
     yield found[at].parts, place
-    start = max(i for i in range(at + 1) if found[i].level < 3)
-    end = next((i for i in range(at + 1, len(found)) if found[i].level < 3), len(found))
+    heads = [i for i, section in enumerate([*found, found[0]]) if section.level < 3]
+    start, end = max(i for i in heads if i <= at), min(i for i in heads if i > at)
     before = sum(len(section.parts) for section in found[start:at])
     yield [part for section in found[start:end] for part in section.parts], before + place
 
@@ -202,8 +206,7 @@ def stretch_of(line: str, badge: re.Match) -> str:
     ends = [(b.start(), b.end()) for b in BADGE.finditer(line)]
     start = max((end for _, end in ends if end <= badge.start()), default=0)
     end = min((start for start, _ in ends if start >= badge.end()), default=len(line))
-    before = line[start:badge.start()]
-    before = before.rpartition(";")[2] if start else before
+    before = line[start:badge.start()].rpartition(";" if start else line + ";")[2]
     return before + line[badge.end():end].partition(";")[0]
 
 
@@ -223,8 +226,7 @@ def by_nearness(parts: list, place: int, label: str) -> list[Cell]:
 
 def digits(text: str) -> set[str]:
     """The numbers of a text that tell something; those of a single digit do not."""
-    text = re.sub(r"\{\w+\}`[^`]*`", "", text)
-    text = re.sub(r"\{,\}|(?<=\d),(?=\d{3})|(?<=\d)_(?=\d)", "", text)
+    text = re.sub(r"\{\w+\}`[^`]*`|\{,\}|(?<=\d),(?=\d{3})|(?<=\d)_(?=\d)", "", text)
     return {number for number in re.findall(r"\d+(?:\.\d+)?", text) if len(number) > 1}
 
 
@@ -245,11 +247,9 @@ def quotes(sentence: str, chapter: str, rows: list) -> tuple[str, ...]:
 def plain(line: str, named: dict[str, str], entries: dict[str, dict]) -> str:
     """A line of Markdown as plain words; labels and works stay where the sentence needs them."""
     label = lambda found: f" {found[1]}" if STATED_BY.search(line[:found.start()]) else ""
-
     def work(found):
         names = [name_of(entries.get(key, {"author": key})) for key in keys(found[0])]
         return " " + "; ".join(names) if NAMED_AFTER.search(line[:found.start()]) else ""
-
     line = BADGE.sub(label, line)
     line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", CITE.sub(work, line))
     line = re.sub(r"\{(?:eq|numref)\}`([\w-]+)`", lambda m: named.get(m[1], m[1]), line)
@@ -270,18 +270,17 @@ def nearest_keys(parts: list, place: int) -> tuple[str, ...]:
 def origins(code: str) -> dict[str, str]:
     """A name that a chapter uses -> where it stands in the package, dotted."""
     taken = re.findall(r"^from (k3_teach[\w.]*) import (\([^)]*\)|[^\n]*)", code, re.M)
-    found = {name: f"{module}.{name}" for module, names in taken
-             for name in re.findall(r"\w+", names)}
+    found = {alias or name: f"{module}.{name}" for module, names in taken
+             for name, alias in re.findall(r"(\w+)(?: as (\w+))?", names)}
     for name in re.findall(r"\bk3\.(\w+)", code):
         thing = getattr(k3_teach, name, None)
         found[f"k3.{name}"] = f"{getattr(thing, '__module__', f'k3_teach.{name}')}.{name}"
     return found
 
 
-def tested(cell: Cell, origin: dict[str, str], tests: dict[str, tuple]) -> set[str]:
-    """The tests of the modules whose names a cell uses."""
-    used = [dotted for name, dotted in origin.items()
-            if re.search(rf"\b{re.escape(name)}\b", cell.source)]
+def tested(code: str, origin: dict[str, str], tests: dict[str, tuple]) -> set[str]:
+    """The tests of the modules whose names stand in some code."""
+    used = [dotted for name, dotted in origin.items() if re.search(rf"\b{re.escape(name)}\b", code)]
     of = lambda dotted: tests.get(dotted) or tests.get(dotted.rpartition(".")[0], ())
     found = {test for dotted in used if ".notebook." not in dotted for test in of(dotted)}
     return found | ({GOLDEN} if any(".parts." in dotted for dotted in used) else set())

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from k3_teach.notebook import experiment
 from k3_teach.notebook.experiment import HERE, command
@@ -34,10 +36,88 @@ def test_a_script_says_what_it_does_and_how_long_it_takes(name):
     module, stored = experiment(name)
     told = module.__doc__
     assert f"python book/experiments/{name}.py --output book/experiments/{name}.json" in told
-    assert "minute" in told or "second" in told
+    words = " ".join(told.split())
+    assert re.search(r"\b(about|needs) [\w.]+ (minutes|seconds)\b", words) and "ne core" in words
     assert callable(module.run)
     found = list(numbers(stored))
     assert len(found) > 10 and all(map(math.isfinite, found))
+
+
+# keys that are not the script's own name in small letters
+CALLED = {"seeds_tried": "TRIED", "seeds_fresh": "FRESH", "head width": "HEAD",
+          "inner width": "INNER", "rows in a test": "ROWS", "vocabulary": "VOCAB",
+          "asking tokens": "ASKS", "own and shared part of a key": "PART", "long_steps": "LONG"}
+SHORT = {"07_share": {"width": "D", "heads": "H"}}
+
+
+def constants(name):
+    """[(key, as stored, as in the script)] of the settings that both have."""
+    module, stored = experiment(name)
+    for key, value in stored.get("settings", stored).items():
+        called = SHORT.get(name, {}).get(key) or CALLED.get(key)
+        called = called or key.upper().replace(" ", "_")
+        if hasattr(module, called) and key != "tasks":      # which holds the results
+            yield key, value, getattr(module, called)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_stored_was_run_with_the_settings_of_the_script(name):
+    compared = {}
+    for key, value, own in constants(name):
+        own = range(own) if key == "seeds" and isinstance(own, int) else own
+        own = list(own) if isinstance(own, range) else own
+        compared[key] = json.loads(json.dumps(own))
+        assert value == compared[key], (name, key)
+    assert {"steps", "rates"} <= compared.keys() and len(compared) >= 6, compared.keys()
+    assert any(key.startswith("seeds") for key in compared)
+
+
+@pytest.fixture
+def precision():
+    """Sets the default dtype, and afterwards what it was."""
+    former = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(former)
+
+
+@pytest.mark.slow
+def test_a_run_of_07_is_repeated(precision):
+    precision(torch.float64)
+    module, stored = experiment("07_share")
+    again = module.fit("MQA", "one", 0, 0.05)
+    place = stored["rates"].index(0.05), stored["seeds"].index(0)
+    assert abs(again - stored["missed"]["MQA"]["one"][place[0]][place[1]]) < 0.02
+
+
+@pytest.mark.slow
+def test_a_run_of_09_is_repeated(precision):
+    precision(torch.float32)
+    module, stored = experiment("09_order")
+    found = stored["tasks"]["first"]["KDA, NoPE"]
+    net = module.train(module.MODELS["KDA, NoPE"], "first", stored["rates"][found["best"]], 0)
+    for place, length in enumerate(stored["lengths"][:2]):
+        again = module.right(net, "first", length, 0)
+        assert abs(again - found["right"][found["best"]][0][place]) < 0.15, length
+
+
+@pytest.mark.slow
+def test_a_run_of_11_is_repeated(precision):
+    """Its first twenty steps: later ones may part with another order of sums."""
+    precision(torch.float32)
+    module, stored = experiment("11_muon")
+    found, seed = stored["warm_up"]["10%"]["AdamW"], 3
+    losses = module.train("AdamW", found["best"], seed, module.WARM_UPS["10%"], steps=20)
+    curve = found["curves"][stored["seeds_fresh"].index(seed)]
+    assert losses[9::10] == pytest.approx(curve[:2], abs=0.01)
+
+
+@pytest.mark.slow
+def test_a_run_of_13_is_repeated(precision):
+    precision(torch.float32)
+    module, stored = experiment("13_sink")
+    row, = [r for r in stored["rows"] if (r["form"], r["rate"], r["seed"]) == ("gate", 0.01, 1)]
+    again = module.measure(module.train("gate", 0.01, 1))
+    assert abs(again["first idle"] - row["first idle"]) < 0.15
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -129,11 +129,48 @@ def test_a_cell_with_the_numbers_is_chosen_before_the_nearest():
     assert chosen("It is what `by_hand` makes.", "measured here") == [0, 2, 1, 3]
 
 
-def test_what_was_read_has_its_file_and_the_tests_of_what_the_section_uses(small):
+def test_what_was_read_has_its_file_and_the_test_of_that(small):
     claim = found(small, "It is so", "read from the released code")
     assert claim.anchor == "in--release"
-    assert claim.checks == ("config.json", "tests/scale/test_cost.py", "tests/test_config.py")
+    assert claim.checks == ("config.json", "tests/test_config.py")  # not that of cost, unshown
     assert claim.cites == (ledger.RELEASE,)
+
+
+def read(sentence, *sources):
+    """What checks a sentence that was read, in a section with cells."""
+    origin = ledger.origins("from k3_teach.scale import cost as money\nimport k3_teach as k3\n"
+                            "from k3_teach.parts import moe, mla\nfrom k3_teach import cache\n"
+                            "k3.route")
+    tests = {f"k3_teach.{name}": (f"tests/{name.replace('.', '/test_')}.py",)
+             for name in ("scale.cost", "parts.moe", "parts.mla", "parts.norm", "cache")}
+    line = f"{sentence} *[read from the released code]*"
+    badge, = ledger.BADGE.finditer(line)
+    parts = [*(ledger.Cell(i, source, "", True) for i, source in enumerate(sources)), line]
+    near = [(parts, len(sources))]
+    return ledger.check("07_trial", line, badge, near, origin, tests)[1]
+
+
+def test_tests_of_the_source_that_a_section_shows():
+    shown = "show_source(k3.route,\n    money.x)"
+    assert read("So it is.", shown, "mla.y()") == read("So it is.", "mla.y()", shown)
+    moe, golden = "tests/parts/test_moe.py", ledger.GOLDEN
+    assert read("So it is.", shown, "mla.y()") == (golden, moe, "tests/scale/test_cost.py")
+    file = "modeling_kimi_linear.py"
+    assert read(f"So says `{file}`.", "mla.y()") == (file, golden)
+    assert read(f"So says `{file}`.", "show_source(k3.route)", "mla.y()") == (file, golden, moe)
+    assert read("It is in the index.") == ("index", "tests/scale/test_cost.py")
+    assert read("An image is so.") == ()
+
+
+def test_without_a_file_or_source_a_cell_tells_unless_it_uses_much():
+    assert read("So it is.", "mla.y()") == (ledger.GOLDEN, "tests/parts/test_mla.py")
+    assert read("So it is.", "mla.y(moe.z(), cache, money)") == (ledger.GOLDEN,)
+    assert read("So it is.") == (ledger.GOLDEN,)
+
+
+def test_a_report_may_borrow_its_work(small):
+    borrowed = [claim.sentence for claim in claims(small) if claim.borrows]
+    assert borrowed == ["Nobody says who."]
 
 
 def test_what_is_reported_has_its_works(small):

@@ -63,6 +63,14 @@ def test_without_scores_it_is_the_mean():
     assert compress(kv, 2, overlap=True).tolist() == [[[2, 2], [4, 2]]]
 
 
+def test_scores_in_bfloat16_are_weighed_in_float32():
+    """Only the result is rounded, to 8 bits: by up to 2^-8 of it, where nothing cancels."""
+    kv, scores = (1 + rand(2, 2000, 3).abs()).bfloat16(), rand(2, 2000, seed=1).bfloat16()
+    for overlap in (False, True):
+        out, exact = (compress(kv.to(d), 2, scores.to(d), overlap) for d in (torch.bfloat16, torch.float64))
+        assert_close(out.double(), exact, rtol=1.01 * 2 ** -8, atol=0)
+
+
 def test_the_dtype_stays():
     out = compress(rand(1, 8, 3).bfloat16(), 4, rand(1, 8).bfloat16(), overlap=True)
     assert out.dtype == torch.bfloat16 and out.isfinite().all()
@@ -107,6 +115,16 @@ def test_the_choice():
     assert choose(scores, allowed, 1)[0].int().tolist() == [[0, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0]]
     assert not choose(scores, allowed, 0).any()
     assert torch.equal(choose(scores, allowed, 9)[0], allowed)
+
+
+@pytest.mark.parametrize("many", [300, 2000])
+def test_of_many_ties_the_earliest_are_chosen(many):
+    """Hundreds of equal scores, which a sort that is not stable may turn round; a larger one comes last."""
+    scores = torch.zeros(1, 2, many)
+    scores[0, 1, -1] = 1
+    chosen = choose(scores, torch.ones(2, many, dtype=torch.bool), 40)[0]
+    assert chosen[0].nonzero()[:, 0].tolist() == list(range(40))
+    assert chosen[1].nonzero()[:, 0].tolist() == [*range(39), many - 1]
 
 
 def test_the_choice_is_a_largest_sum():

@@ -342,9 +342,10 @@ def test_gamma_one_changes_no_bit(q_lora_rank, dtype):
     assert all(torch.equal(before[name], p) for name, p in mla.state_dict().items())
 
 
-def test_the_rule_ends_at_tau():
+@pytest.mark.parametrize("rope_base", [None, 10.0])
+def test_the_rule_ends_at_tau(rope_base):
     """Largest logits, gamma, clip: heads above tau come down to it, others keep theirs; by brute force over pairs."""
-    mla, x = layer(), 40 * rand(2, 7, 24, seed=2)
+    mla, x = layer(rope_base=rope_base), 40 * rand(2, 7, 24, seed=2)
     with torch.no_grad():
         mla.q_b_proj.weight.mul_(20)
     logits = parts(mla, x)[0]

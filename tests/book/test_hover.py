@@ -42,7 +42,7 @@ def test_the_keyboard_explains_a_term_too(browser, address):
         has_focus = "e => e === document.activeElement"
         term = page.locator("a.k3-term").first
         page.locator("#how-to-read-it").evaluate("e => { e.tabIndex = -1; e.focus(); }")
-        for _ in range(9):
+        for _ in range(40):
             page.keyboard.press("Tab")
             if term.evaluate(has_focus):
                 break

@@ -13,7 +13,8 @@ CHAPTERS = $(wildcard book/*.ipynb)
 SOURCES  = _config.yml _toc.yml $(shell find book -type f -not -path '*/.*' -not -path '*/__pycache__*')
 
 # A file of tests, or a notebook, stays on one worker: its cells share a kernel.
-PARALLEL = -n logical --maxprocesses=4 --dist=loadfile
+# In their order: tests of the pages, the slowest, come first.
+PARALLEL = -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 # What only `make lab` needs; it installs them.
 LAB_WITH = jupyterlab==4.6.6 jupyterlab-myst==2.7.0

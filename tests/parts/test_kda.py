@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import k3_teach as k3
-from k3_teach.parts.kda import SEGMENT, decayed_scores, leaf_size
+from k3_teach.parts.kda import SEGMENT, tile_size
+from k3_teach.parts.kda_chunk import decays
 
 NAMES = ["o", "S", "dq", "dk", "dv", "dg", "dbeta", "dS"]
 
@@ -159,25 +160,58 @@ def test_everything_is_float32_in_a_bfloat16_model():
         assert relative(o, e[0]) < 1e-5 and relative(S, e[1]) < 1e-5
 
 
-def test_leaf_tiles_stay_in_range():
-    assert leaf_size(-5.0, torch.float32, 32) == 8
-    assert leaf_size(-5.0, torch.float64, 64) == 64
+def test_tiles_stay_in_range():
+    assert tile_size(-5.0, 80.0, 32) == (16, 2.0 ** 54)
+    assert tile_size(-5.0, 640.0, 64) == (64, 2.0 ** 227)
+    assert tile_size(-44.0, 80.0, 16) == (2, 2.0 ** 32)
+    assert tile_size(-100.0, 80.0, 32) == (1, 1.0)
     for bound in (0.0, 1.0, float("nan"), -float("inf")):
         with pytest.raises(k3.InputError, match="gate_lower_bound"):
-            leaf_size(bound, torch.float32, 32)
-    assert leaf_size(None, torch.float64, 64) == 1
-    assert leaf_size(-60.0, torch.float32, 32) == 1
+            tile_size(bound, 80.0, 32)
 
 
-@pytest.mark.parametrize("leaf", [1, 2, 8])
-def test_decayed_scores_against_the_sum(leaf):
-    q, k, _, g, _, _ = inputs(8, B=1, H=1, K=5)
-    q, k, g = q[0, :, 0], k[0, :, 0], g[0, :, 0]
-    s = decayed_scores(q[None, None], k[None], g[None], leaf)[0, 0]
+@pytest.mark.parametrize("tile", [1, 2, 8])
+def test_decays_against_the_sum(tile):
+    """up, bridge and down between every two tokens; enter and leave from the ends of the chunk."""
+    lift = 2.0 ** 5
+    _, _, _, g, _, _ = inputs(8, B=1, H=1, K=5)
+    g = g[0, :, 0]
+    d = decays(g[None, None], tile, lift)
+    up, down = (x[0, 0].flatten(0, 1) for x in (d.up, d.down))
     for i in range(8):
+        I = i // tile
+        assert_close(up[i] * d.enter[0, 0, I, 0], g[:i + 1].sum(0).exp(), atol=0, rtol=1e-13)
+        assert_close(down[i] * d.leave[0, 0, I, 0], g[i + 1:].sum(0).exp(), atol=0, rtol=1e-13)
         for j in range(8):
-            e = (q[i] * k[j] * g[j + 1:i + 1].sum(0).exp()).sum() if j <= i else 0.0
-            assert abs(s[i, j] - e) < 1e-14
+            e = g[j + 1:i + 1].sum(0).exp() if j // tile <= I else torch.zeros(5, dtype=torch.float64)
+            if j <= i or j // tile > I:     # within a tile, later columns are cut off by `scores`
+                assert_close(up[i] * d.bridge[0, 0, I, j // tile, 0] * down[j], e, atol=0, rtol=1e-13)
+    assert_close(d.whole[0, 0, :, 0], g.sum(0).exp(), atol=0, rtol=1e-13)
+
+
+def test_gates_without_a_bound_forget_everything():
+    """Below -44 (float64: -320) a gate counts as that, which no result can show."""
+    q, k, v, _, beta, S = inputs(40)
+    g = torch.full_like(q, -1e4)
+    for dtype in (torch.float32, torch.float64):
+        args = [a.to(dtype) for a in (q, k, v, g, beta, S)]
+        for a, e in zip(with_gradients(k3.chunk_kda, args, dtype), with_gradients(k3.recurrent_kda, args, dtype)):
+            assert_close(a, e, atol=1e-6 if dtype == torch.float32 else 1e-14, rtol=0)
+
+
+def test_gradcheck():
+    """The gradient written by hand against finite differences."""
+    args = [a.requires_grad_() for a in inputs(11, B=2, H=2, K=3, V=2)]
+    fn = lambda *a: k3.chunk_kda(*a, chunk_size=4, gate_lower_bound=-5.0)
+    assert torch.autograd.gradcheck(fn, args, atol=1e-6)
+
+
+def test_gradient_of_the_gate_where_it_is_shut():
+    """At the floor a token remembers e^-5 of the one before: what has no decay must not enter and cancel again."""
+    args = inputs(75, gate="floor")
+    expected = with_gradients(k3.recurrent_kda, args, torch.float64)[5]
+    actual = with_gradients(k3.chunk_kda, args, torch.float32, gate_lower_bound=-5.0)[5]
+    assert relative(actual, expected) < 1e-6
 
 
 @pytest.mark.parametrize("change, message", [

@@ -66,8 +66,10 @@ class LatentCache:
     def append(self, rows: Tensor) -> Tensor:
         """Add rows [B,T,width]; return all rows so far [B,length,width], as a view."""
         end = self.length + rows.shape[1]
-        frozen = self.buffer is not None and self.buffer.is_inference()
-        frozen = frozen and not torch.is_inference_mode_enabled()   # not to be written
+        frozen = False      # a tensor of inference mode is not to be written outside it
+        if self.buffer is not None and not torch.compiler.is_compiling():
+            outside = not torch.is_inference_mode_enabled()
+            frozen = self.buffer.is_inference() and outside
         if self.buffer is None or end > self.buffer.shape[1] or frozen:
             room = max(end, GROWTH, self.length * 3 // 2)
             grown = rows.new_empty(rows.shape[0], room, rows.shape[2])

@@ -9,38 +9,19 @@ script ends in `command(run, __doc__)`, which makes it a command:
 """
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
-from urllib.request import urlretrieve
 
 import torch
 
-HERE = Path(__file__).resolve().parents[2] / "book/experiments"
-THERE = "https://raw.githubusercontent.com/k3-teach/k3-teach/main/book/experiments/"
+from .files import repository_file, repository_module
 
 
 def experiment(name: str):
-    """The script book/experiments/NAME.py as a module, and its stored result.
-
-    From this repository; where only the package is installed (on Colab, say), from the folder
-    experiments/ beside the notebook, fetched when it is missing.
-    """
-    script, result = (_file(f"{name}.{ending}") for ending in ("py", "json"))
-    spec = importlib.util.spec_from_file_location(f"experiment_{name}", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module, json.loads(result.read_text(encoding="utf-8"))
-
-
-def _file(name: str) -> Path:
-    if (HERE / name).exists():
-        return HERE / name
-    beside = Path("experiments") / name
-    if not beside.exists():
-        beside.parent.mkdir(exist_ok=True)
-        urlretrieve(THERE + name, beside)
-    return beside
+    """The script book/experiments/NAME.py as a module, and its stored result."""
+    result = repository_file(f"book/experiments/{name}.json")
+    stored = json.loads(result.read_text(encoding="utf-8"))
+    return repository_module(f"book/experiments/{name}.py"), stored
 
 
 def command(run, doc: str, arguments: list[str] | None = None) -> None:

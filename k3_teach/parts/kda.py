@@ -13,14 +13,12 @@ initial_state [B,H,K,V], or None for zeros.
 Both functions return o [B,T,H,V] and the last S [B,H,K,V], in float32 (or float64).
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from k3_teach.errors import InputError
-from k3_teach.parts.kda_chunk import ChunkKDA
-from k3_teach.parts.precision import upcast
+from k3_teach.parts.kda_chunk import ChunkKDA, tiling
+from k3_teach.parts.precision import as_upcast, upcast
 
 CHUNK = 32      # tokens that are handled by matrix products, not one after another
 SEGMENT = 256   # tokens (of all rows together) whose temporaries are held at once
@@ -33,14 +31,15 @@ def recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     q, k [B,T,H,K], v [B,T,H,V], g [B,T,H,K], beta [B,T,H], initial_state [B,H,K,V]
     -> o [B,T,H,V], S [B,H,K,V]. InputError for shapes that do not fit.
     """
-    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, initial_state)
+    q, k, v, g, beta, S = prepare(q, k, v, g, beta, initial_state)
     tokens = zip(*(x.unbind(1) for x in (q, k, v, g.exp(), beta)))
     out = []
-    for q_t, k_t, v_t, decay_t, beta_t in tokens:
-        S = S * decay_t[..., None]
-        u = beta_t[..., None] * (v_t - torch.einsum("bhkv,bhk->bhv", S, k_t))
-        S = S + k_t[..., None] * u[..., None, :]
-        out.append(torch.einsum("bhkv,bhk->bhv", S, q_t))
+    with as_upcast(S):
+        for q_t, k_t, v_t, decay_t, beta_t in tokens:
+            S = S * decay_t[..., None]
+            u = beta_t[..., None] * (v_t - torch.einsum("bhkv,bhk->bhv", S, k_t))
+            S = S + k_t[..., None] * u[..., None, :]
+            out.append(torch.einsum("bhkv,bhk->bhv", S, q_t))
     return torch.stack(out, 1), S
 
 
@@ -57,40 +56,27 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     `chunk_size` is a power of two; None: 32, or 16 without a bound.
     Other (finite) values at later tokens change no bit of what comes out at a token.
     """
-    q, k, v, g, beta, S = _prepare(q, k, v, g, beta, initial_state)
-    C = CHUNK if chunk_size is None else chunk_size
+    q, k, v, g, beta, S = prepare(q, k, v, g, beta, initial_state)
+    B, T, H, _ = q.shape
+    C, bound = chunk_size, gate_lower_bound
+    if C is None:
+        C = CHUNK // 2 if bound is None else CHUNK
     if C < 1 or C & (C - 1):
         raise InputError(f"chunk_size is {C}; it must be a power of two")
-    room = 80.0 if q.dtype == torch.float32 else 640.0     # numbers end at e^88, e^709
-    if gate_lower_bound is None:
-        gate_lower_bound, C = -44.0 if room == 80 else -320.0, chunk_size or CHUNK // 2
-        g = g.clamp_min(gate_lower_bound)
-    B, T, H, _ = q.shape
-    C = min(C, 1 << (T - 1).bit_length())
-    tile, lift = tile_size(gate_lower_bound, room, C)
-    segment, S, out = max(C, 128, SEGMENT // B), S.flatten(0, 1), []
+    if bound is None:
+        bound = -44.0 if q.dtype == torch.float32 else -320.0
+        g = g.clamp_min(bound)
+    elif not -torch.inf < bound < 0:
+        raise InputError(f"gate_lower_bound is {bound}; "
+                         "it must be a negative number, or None")
+    C = min(C, 1 << (T - 1).bit_length())       # a short text needs no long chunk
+    segment, cut = max(C, 128, SEGMENT // B), tiling(C, bound, q)
+    S, out = S.flatten(0, 1), []
     for part in zip(*(x.split(segment, 1) for x in (q, k, v, g, beta[..., None]))):
-        o, S = ChunkKDA.apply(*(_to_chunks(x, C) for x in part), S, tile, lift)
+        o, S = ChunkKDA.apply(*(_to_chunks(x, C) for x in part), S, cut)
         out.append(o.unflatten(1, (B, H)).permute(1, 0, 3, 2, 4).flatten(1, 2))
     o = torch.cat(out, 1) if len(out) > 1 else out[0]
     return o[:, :T], S.unflatten(0, (B, H))
-
-
-def tile_size(gate_lower_bound: float, room: float, chunk_size: int
-              ) -> tuple[int, float]:
-    """The most tokens, up to `chunk_size`, over which a gate at its bound stays within
-    e^room behind the first; and the power of two that halves this range.
-
-    16 tokens and 2^54 for K3 in float32, whose numbers end at e^88. InputError for a
-    bound that is not negative.
-    """
-    if not -torch.inf < gate_lower_bound < 0:
-        raise InputError(f"gate_lower_bound is {gate_lower_bound}; "
-                         "it must be a negative number, or None")
-    tile = chunk_size
-    while tile > 1 and -gate_lower_bound * (tile - 1) > room:
-        tile //= 2
-    return tile, 2.0 ** round(-gate_lower_bound * (tile - 1) / 2 / math.log(2))
 
 
 def _to_chunks(x: Tensor, C: int) -> Tensor:
@@ -98,10 +84,10 @@ def _to_chunks(x: Tensor, C: int) -> Tensor:
     a token with k = beta = g = 0 leaves the state as it is."""
     if x.shape[1] % C:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C))
-    return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
 
 
-def _prepare(q, k, v, g, beta, initial_state):
+def prepare(q, k, v, g, beta, initial_state):
     """Check the shapes and bring everything to float32 (or float64)."""
     if q.ndim != 4 or q.numel() == 0:
         allowed = "[B, T, H, K] with at least one token and no size of 0"

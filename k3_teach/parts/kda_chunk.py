@@ -29,56 +29,83 @@ Shapes: N chunks, n = B H rows, C tokens, t tiles of C/t tokens, K width of a ke
 a value. Tensors are [N, n, C, ...], tiled ones [N, n, t, C/t, ...].
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from k3_teach.errors import InputError
+from k3_teach.parts.precision import as_upcast
+
+
+class Tiling(NamedTuple):
+    """How chunks are cut: tokens of a tile, the factor `lift`, and which runs of tokens
+    `decays` sums over, [.., C] of ones and zeros."""
+
+    tile: int
+    lift: float
+    runs: Tensor
+
+
+def tiling(C: int, bound: float, like: Tensor) -> Tiling:
+    """The longest tiles over which gates of `bound` or more stay in range, up to C.
+
+    C a power of two, bound < 0, like: for dtype and device. 16 tokens and a lift of
+    2^54 for K3 in float32: its numbers end at e^88, and 15 gates of -5 sum to -75.
+    """
+    room, tile = 80.0 if like.dtype == torch.float32 else 640.0, C
+    while tile > 1 and -bound * (tile - 1) > room:
+        tile //= 2
+    firsts, last = range(0, C, tile), C - 1
+    spans = [(i - i % tile, i) for i in range(C)]                         # up
+    spans += [(-1, f) for f in firsts] + [(f, last) for f in firsts]      # enter, leave
+    spans += [(-1, last)] + [(j, i) for i in firsts for j in firsts]    # whole, bridge
+    after, to = torch.tensor(spans, device=like.device)[..., None].unbind(1)
+    token = torch.arange(C, device=like.device)
+    runs = (after < token) & (token <= to)
+    lift = 2.0 ** round(-bound * (tile - 1) / 2 / math.log(2))
+    return Tiling(tile, lift, runs.to(like.dtype))
 
 
 class Decays(NamedTuple):
     """e^{sums of g} of a chunk; see the text above.
 
-    up, down [N,n,t,C/t,K]; between the first tokens of tiles, 0 from a later tile:
-    bridge [N,n,t,t,1,K], [.., I, J]; from the start of the chunk to the first token of
-    each tile and from there to the end, with the lifts taken out again: enter, leave
-    [N,n,t,1,K]; over the whole chunk: whole [N,n,K,1].
+    up, down [N,n,t,C/t,K]; from the start of the chunk to the first token of each tile
+    and from there to the end, with the lifts taken out again: enter, leave [N,n,t,1,K];
+    over the whole chunk: whole [N,n,K,1]; between the first tokens of tiles, to I from
+    J: bridge [N,n,t,t,1,K], 0 where J is later.
     """
 
     up: Tensor
     down: Tensor
-    bridge: Tensor
     enter: Tensor
     leave: Tensor
     whole: Tensor
+    bridge: Tensor
 
 
-def decays(g: Tensor, tile: int, lift: float) -> Decays:
+def decays(g: Tensor, cut: Tiling) -> Decays:
     """All decays within chunks: g [N,n,C,K] (arXiv 2510.26692).
 
     Each is the exponential of a sum of g over a run of tokens, all sums in one product.
     A decay across tiles is no difference of running sums, which would lose a slow decay
     behind a fast one.
     """
-    C, t = g.shape[-2], g.shape[-2] // tile
-    token = torch.arange(C, device=g.device)
-    stops = torch.tensor([-1, *range(0, C, tile), C - 1], device=g.device)
-    first, last = token - token % tile, token[:, None]
-    within = (first[:, None] < token) & (token <= last)             # [C, C]
-    across = (stops[:, None] < token) & (token <= stops[:, None, None])
-    runs = torch.cat((within, across.flatten(0, 1)))                # [C + (t+2)^2, C]
-    e = (runs.to(g.dtype) @ g).exp()
-    up = e[:, :, :C].unflatten(2, (t, tile)) * lift
-    e = e[:, :, C:].unflatten(2, (t + 2, t + 2, 1))         # [N, n, to, from, 1, K]
-    earlier = torch.ones(t, t, dtype=g.dtype, device=g.device).tril()
-    return Decays(up, up.reciprocal(), e[:, :, 1:-1, 1:-1] * earlier[..., None, None],
-                  e[:, :, 1:-1, 0] / lift, e[:, :, -1, 1:-1] * lift, e[:, :, -1, 0].mT)
+    C, t = g.shape[-2], g.shape[-2] // cut.tile
+    e = (cut.runs @ g).exp()
+    up, enter, leave, whole, bridge = e.split([C, t, t, 1, t * t], -2)
+    up = up.unflatten(-2, (t, -1)) * cut.lift
+    earlier = torch.ones(t, t, dtype=g.dtype, device=g.device).tril()[..., None, None]
+    return Decays(up, up.reciprocal(), enter.unsqueeze(-2) / cut.lift,
+                  leave.unsqueeze(-2) * cut.lift, whole.mT,
+                  bridge.unflatten(-2, (t, t, 1)) * earlier)
 
 
-def scores(rows: Tensor, columns: Tensor) -> Tensor:
-    """rows [N,n,t,C/t,K], columns [N,n,t,C,K] (one set for each tile of rows) -> their
-    products below the diagonal [N,n,C,C], 0 elsewhere."""
-    return (rows @ columns.mT).flatten(2, 3).tril_(-1)
+def scores(rows: Tensor, columns: Tensor, diagonal: int) -> Tensor:
+    """rows [N,n,t,C/t,K], columns [N,n,t,C,K], one set for each tile of rows -> their
+    products [N,n,C,C], up to this diagonal (-1: none of a token with itself)."""
+    return (rows @ columns.mT).flatten(2, 3).tril_(diagonal)
 
 
 def scaled(q: Tensor, k: Tensor, d: Decays) -> tuple[Tensor, ...]:
@@ -106,17 +133,16 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
 
 
 def chunk_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor,
-                  tile: int, lift: float) -> tuple[Tensor, Tensor, tuple]:
+                  cut: Tiling) -> tuple[Tensor, Tensor, tuple]:
     """The chunks of a stretch, and what the gradient needs (arXiv 2510.26692).
 
     q, k, g [N,n,C,K], v [N,n,C,V], beta [N,n,C,1], S [n,K,V]
     -> o [N,n,C,V], the last S, the tensors for `chunk_backward`.
     """
-    d = decays(g, tile, lift)
+    d = decays(g, cut)
     q_row, k_row, k_column, q_in, k_in, k_out = scaled(q, k, d)
     columns = spread(k_column, d)                          # [N, n, t, C, K]
-    P, L = scores(q_row, columns), scores(k_row, columns)
-    P.diagonal(0, -2, -1).copy_((q * k).sum(-1))
+    P, L = scores(q_row, columns, 0), scores(k_row, columns, -1)
     X = unit_lower_inverse(beta * L)
     Xb = X * beta.mT
     wanted, known = Xb @ v, Xb @ k_in                      # u = wanted - known S
@@ -188,12 +214,15 @@ class ChunkKDA(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, S, tile, lift):
-        o, S, saved = chunk_forward(q, k, v, g, beta, S, tile, lift)
+    def forward(ctx, q, k, v, g, beta, S, cut):
+        with as_upcast(q):
+            o, S, saved = chunk_forward(q, k, v, g, beta, S, cut)
         ctx.save_for_backward(*saved)
         return o, S
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dO, dS):
-        return *chunk_backward(dO, dS, ctx.saved_tensors), None, None
+        if torch.is_grad_enabled():     # with create_graph=True
+            raise InputError("chunk_kda has no second derivative; recurrent_kda has")
+        with as_upcast(dO):
+            return *chunk_backward(dO, dS, ctx.saved_tensors), None

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from k3_teach.parts.kda import chunk_kda, recurrent_kda
+from k3_teach.parts.kda import chunk_kda
+from k3_teach.parts.kda_fla import fla_kda, fla_refuses
+from k3_teach.parts.kda_step import step_kda
 from k3_teach.parts.norm import rms_normalize
 from k3_teach.parts.precision import KeepFloat32, float32_parameter, upcast
 
@@ -35,7 +37,10 @@ def short_conv(x: Tensor, weight: Tensor, taps: Tensor | None = None
     """
     T, W = x.shape[1], weight.shape[-1]
     padded = F.pad(x, (0, 0, W - 1, 0)) if taps is None else torch.cat((taps, x), 1)
-    y = sum(upcast(padded[:, j:j + T]) * upcast(weight[:, 0, j]) for j in range(W))
+    exact, w = upcast(padded), upcast(weight).flatten(1).unbind(1)      # W times [P]
+    y = exact[:, :T] * w[0]
+    for j in range(1, W):       # in place: new memory would cost more than the products
+        y.addcmul_(exact[:, j:j + T], w[j])
     # The taps are copied: a view would keep the whole text in memory.
     return F.silu(y).to(x.dtype), padded[:, T:].clone()
 
@@ -174,10 +179,12 @@ class KDA(KeepFloat32, nn.Module):
             g = g.masked_fill(padding[..., None], 0)
             beta = beta.masked_fill(padding, 0)
         S = None if state is None else state.S
-        if T == 1:                       # decoding: one step needs no chunk
-            o, S = recurrent_kda(q, k, v, g, beta, S)                   # [B, T, H, V]
+        bound = self.gate_lower_bound
+        if fla_refuses(v) is None:       # CUDA, 16 bits, and it is installed
+            o, S = fla_kda(q, k, v, g, beta, S, bound)                  # [B, T, H, V]
+        elif T == 1:                     # decoding: one step needs no chunk
+            o, S = step_kda(q, k, v, g, beta, S)
         else:
-            bound = self.gate_lower_bound
             o, S = chunk_kda(q, k, v, g, beta, S, gate_lower_bound=bound)
         if state is not None:
             state.S, state.taps = S, (q_taps, k_taps, v_taps)

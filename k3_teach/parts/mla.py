@@ -145,13 +145,17 @@ class MLA(nn.Module):
         return q, torch.cat((c, apply_rope(shared, angles)), -1)
 
     def prefers_absorbed(self, T: int, S: int) -> bool:
-        """Do T reads of the latent cost less than expanding S cached tokens once?
+        """Does the absorbed form take fewer multiply-adds for T new tokens of S?
 
-        Counted in multiply-adds per cached token and head: a read takes L+R and L of
-        them instead of N+R and V, the expansion L (N+V).
+        Per head, the queries and outputs of T tokens pass through W_UK and W_UV, or the
+        latents of S tokens do; then every pair of a new and a cached token takes L+R
+        for the score and L for the sum, or N+R and V.
         """
-        extra = 2 * self.kv_lora_rank - self.nope_dim - self.v_dim
-        return T < S and T * extra < self.kv_lora_rank * (self.nope_dim + self.v_dim)
+        L, R = self.kv_lora_rank, self.rope_dim
+        key_value = self.nope_dim + self.v_dim                    # N + V
+        absorbed = T * L * key_value + T * S * (2 * L + R)
+        expanded = S * L * key_value + T * S * (key_value + R)
+        return absorbed < expanded
 
     def forward(self, x: Tensor, state=None, mask: Tensor | None = None,
                 trace: dict | None = None) -> Tensor:

@@ -5,6 +5,8 @@ the recurrence) and stores a few small tensors in float32. Float64 stays float64
 throughout: that is how the tests compare with the released model.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,24 @@ from torch import Tensor, nn
 def upcast(x: Tensor) -> Tensor:
     """`x` in float32, or unchanged if it is float64. Any shape."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What `torch.autocast` rounds the factors of a matrix product to, where x is.
+
+    None if it is off, and for float64, which it leaves alone. Any shape.
+    """
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else None
+
+
+def as_upcast(x: Tensor):
+    """A context in which matrix products on the device of x keep the dtype of their
+    factors: `torch.autocast` would round them, upcast or not. Any shape."""
+    if autocast_dtype(x) is None:
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class KeepFloat32:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from k3_teach.notebook import experiment
-from k3_teach.notebook.experiment import HERE, command
+from k3_teach.notebook import experiment, files
+from k3_teach.notebook.experiment import command
+from k3_teach.notebook.files import REPOSITORY
 
+HERE = REPOSITORY / "book/experiments"
 SCRIPTS = sorted(HERE.glob("*.py"))
 NAMES = [path.stem for path in SCRIPTS]
 
@@ -151,13 +153,12 @@ def test_where_only_a_notebook_is_the_files_are_fetched(tmp_path, monkeypatch):
 
     def fetch(address, path):
         fetched.append(address)
-        Path(path).write_text("value = 3\n" if path.suffix == ".py" else "[4]")
+        path.write_text("value = 3\n" if path.suffix == ".py" else "[4]")
 
-    tool = sys.modules[experiment.__module__]
-    monkeypatch.setattr(tool, "HERE", tmp_path / "nowhere")
-    monkeypatch.setattr(tool, "urlretrieve", fetch)
+    monkeypatch.setattr(files, "REPOSITORY", tmp_path / "nowhere")
+    monkeypatch.setattr(files, "urlretrieve", fetch)
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second time they are there
         module, stored = experiment("99_try")
         assert module.value == 3 and stored == [4]
-    assert [address.rpartition("/")[2] for address in fetched] == ["99_try.py", "99_try.json"]
+    assert [address.rpartition("/")[2] for address in fetched] == ["99_try.json", "99_try.py"]

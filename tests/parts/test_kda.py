@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import k3_teach as k3
-from k3_teach.parts.kda import SEGMENT, tile_size
-from k3_teach.parts.kda_chunk import decays
+from k3_teach.parts.kda import SEGMENT
+from k3_teach.parts.kda_chunk import decays, tiling
 
 NAMES = ["o", "S", "dq", "dk", "dv", "dg", "dbeta", "dS"]
 
@@ -160,23 +160,27 @@ def test_everything_is_float32_in_a_bfloat16_model():
         assert relative(o, e[0]) < 1e-5 and relative(S, e[1]) < 1e-5
 
 
-def test_tiles_stay_in_range():
-    assert tile_size(-5.0, 80.0, 32) == (16, 2.0 ** 54)
-    assert tile_size(-5.0, 640.0, 64) == (64, 2.0 ** 227)
-    assert tile_size(-44.0, 80.0, 16) == (2, 2.0 ** 32)
-    assert tile_size(-100.0, 80.0, 32) == (1, 1.0)
-    for bound in (0.0, 1.0, float("nan"), -float("inf")):
-        with pytest.raises(k3.InputError, match="gate_lower_bound"):
-            tile_size(bound, 80.0, 32)
+@pytest.mark.parametrize("C, bound, dtype, tile, lift", [
+    (32, -5.0, torch.float32, 16, 54), (64, -5.0, torch.float64, 64, 227), (16, -44.0, torch.float32, 2, 32),
+    (32, -100.0, torch.float32, 1, 0), (32, -0.1, torch.float32, 32, 2)])
+def test_tiles_stay_in_range(C, bound, dtype, tile, lift):
+    assert tiling(C, bound, torch.zeros(1, dtype=dtype))[:2] == (tile, 2.0 ** lift)
+
+
+@pytest.mark.parametrize("bound", [0.0, 1.0, float("nan"), -float("inf")])
+def test_a_bound_is_a_negative_number(bound):
+    with pytest.raises(k3.InputError, match="gate_lower_bound is"):
+        k3.chunk_kda(*inputs(3), gate_lower_bound=bound)
 
 
 @pytest.mark.parametrize("tile", [1, 2, 8])
 def test_decays_against_the_sum(tile):
     """up, bridge and down between every two tokens; enter and leave from the ends of the chunk."""
-    lift = 2.0 ** 5
     _, _, _, g, _, _ = inputs(8, B=1, H=1, K=5)
     g = g[0, :, 0]
-    d = decays(g[None, None], tile, lift)
+    cut = tiling(8, {1: -700.0, 2: -400.0, 8: -5.0}[tile], g)
+    assert cut.tile == tile
+    d = decays(g[None, None], cut)
     up, down = (x[0, 0].flatten(0, 1) for x in (d.up, d.down))
     for i in range(8):
         I = i // tile
@@ -204,6 +208,8 @@ def test_gradcheck():
     args = [a.requires_grad_() for a in inputs(11, B=2, H=2, K=3, V=2)]
     fn = lambda *a: k3.chunk_kda(*a, chunk_size=4, gate_lower_bound=-5.0)
     assert torch.autograd.gradcheck(fn, args, atol=1e-6)
+    with pytest.raises(k3.InputError, match="no second derivative"):
+        torch.autograd.grad(fn(*args)[0].sum(), args, create_graph=True)
 
 
 def test_gradient_of_the_gate_where_it_is_shut():

@@ -22,6 +22,22 @@ def test_short_conv_equals_conv1d(T, W):
     assert_close(y, e, atol=1e-14, rtol=0)
 
 
+def test_short_conv_has_the_gradients_of_conv1d():
+    x, w, weigh = rand(2, 9, 6).requires_grad_(), rand(6, 1, 4, seed=1).requires_grad_(), rand(2, 9, 6, seed=2)
+    y = F.silu(F.conv1d(x.mT, w, padding=3, groups=6)[..., :9]).mT
+    expected = torch.autograd.grad((weigh * y).sum(), (x, w))
+    for a, b in zip(torch.autograd.grad((weigh * k3.short_conv(x, w)[0]).sum(), (x, w)), expected):
+        assert_close(a, b, atol=1e-13, rtol=0)
+
+
+def test_short_conv_rounds_once():
+    """Inputs in bfloat16, weights as the release has them, in float32, and one cast at the end."""
+    x, w = rand(2, 9, 6).bfloat16(), rand(6, 1, 4, seed=1).float()
+    y, taps = k3.short_conv(x, w)
+    assert torch.equal(y, k3.short_conv(x.float(), w)[0].bfloat16())
+    assert torch.equal(taps, x[:, -3:])
+
+
 @pytest.mark.parametrize("cuts", [[1] * 9, [2, 7], [8, 1], [3, 3, 3]])
 def test_short_conv_continues_from_its_taps(cuts):
     x, w = rand(2, 9, 6), rand(6, 1, 4, seed=1)

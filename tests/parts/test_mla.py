@@ -79,9 +79,29 @@ def test_both_forms_are_used_in_decoding(monkeypatch):
     assert seen == ["expanded", "absorbed"]
 
 
+def multiply_adds(form, T, S, H=2, L=14, N=6, R=4, V=5):
+    """What `form` multiplies, counted by torch in the unfused attention."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+    q, latent, kv_b = rand(1, H, T, N + R), rand(1, S, L + R), rand(H, N + V, L)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        form(q, latent, kv_b, V, 0.2, torch.ones(1, 1, T, S, dtype=torch.bool))
+    width, padded = (2 * L + R, 2 * (L + R)) if form is k3.mla_absorbed else (N + R + V, 2 * (N + R))
+    return counter.get_total_flops() // 2 + H * T * S * (width - padded)    # zeros that it is padded with do not count
+
+
+@pytest.mark.parametrize("T, S", [(1, 1), (1, 2), (1, 40), (3, 4), (4, 40), (7, 9), (7, 40), (8, 40), (9, 40), (40, 40)])
+def test_the_form_with_fewer_multiply_adds_is_chosen(T, S):
+    absorbed, expanded = (multiply_adds(form, T, S) for form in (k3.mla_absorbed, k3.mla_expanded))
+    assert layer().prefers_absorbed(T, S) == (absorbed < expanded)
+
+
 def test_released_sizes_prefer_absorbed_up_to_170_tokens():
+    """1/T - 1/S against 1/170.7: at most 170 of very many, and fewer of few."""
     mla = k3.MLA(8, 96, 512, 128, 64, 128).to("meta")
-    assert mla.prefers_absorbed(170, 8192) and not mla.prefers_absorbed(171, 8192) and not mla.prefers_absorbed(9, 9)
+    most = lambda S: max(T for T in range(1, S) if mla.prefers_absorbed(T, S))
+    assert [most(S) for S in (2, 171, 401, 1000)] == [1, 85, 119, 145]
+    assert mla.prefers_absorbed(170, 10 ** 6) and not mla.prefers_absorbed(171, 10 ** 6) and not mla.prefers_absorbed(9, 9)
 
 
 def test_padding_of_any_content_changes_nothing():

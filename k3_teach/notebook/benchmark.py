@@ -1,0 +1,50 @@
+"""Speeds that were measured once, for chapters to quote beside what they measure again.
+
+    stored = benchmark(threads=1)
+    stored.machine["processor"]
+    stored.ratio("KDA forward", "T 1024, H 4, K 64", "recurrence")      # so many times slower
+
+The rows are those of `make bench` (see benchmarks/README.md), on one machine, which is named.
+"""
+
+import json
+from dataclasses import dataclass
+
+from k3_teach.errors import InputError
+from k3_teach.scale.measure import Spread
+
+from .files import repository_file
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A stored result: the machine, its floors, and a row for each comparison."""
+
+    machine: dict
+    floors: dict
+    date: str
+    rows: list[dict]
+
+    def row(self, group: str, name: str) -> dict:
+        """InputError, with what there is, for another group or name."""
+        names = [row["name"] for row in self.rows if row["group"] == group]
+        if name not in names:
+            known = names or sorted({row["group"] for row in self.rows})
+            raise InputError(f"no row {name!r} of {group!r}; there are {known}")
+        return next(r for r in self.rows if (r["group"], r["name"]) == (group, name))
+
+    def ratio(self, group: str, name: str, slow: str) -> Spread:
+        """How many times longer the contender `slow` took than the package's function."""
+        contenders = self.row(group, name)["contenders"]
+        if slow not in contenders:
+            raise InputError(f"no contender {slow!r}; there are {sorted(contenders)}")
+        return Spread(**contenders[slow]["ratio"])
+
+
+def benchmark(threads: int = 1) -> Benchmark:
+    """The stored result with so many threads: 1 or 2. InputError for another number."""
+    if threads not in (1, 2):
+        raise InputError(f"threads is {threads}; results are stored for 1 and 2")
+    file = repository_file(f"benchmarks/stored/threads-{threads}/result.json")
+    result = json.loads(file.read_text(encoding="utf-8"))
+    return Benchmark(**{name: result[name] for name in ("machine", "floors", "date", "rows")})

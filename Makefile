@@ -19,7 +19,7 @@ PARALLEL = -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 # What only `make lab` needs; it installs them.
 LAB_WITH = jupyterlab==4.6.6 jupyterlab-myst==2.7.0
 
-.PHONY: book test notebooks experiments serve lab pdf clean
+.PHONY: book test notebooks experiments bench serve lab pdf clean
 
 book: $(BUILT)  ## build the site
 	@echo "The book is at file://$(CURDIR)/$(PAGE) (or run: make serve)"
@@ -33,6 +33,9 @@ notebooks: $(READY)  ## execute the chapters again and store their outputs
 
 experiments: $(READY)  ## run the longer experiments again and store what they give (half an hour)
 	for script in book/experiments/*.py; do $(PY) $$script --output $${script%.py}.json || exit 1; done
+
+bench: $(READY)  ## time the package beside the usual ways, one thread (ten minutes)
+	$(PY) -m benchmarks --output _build/bench
 
 serve: $(BUILT)  ## serve the site, build again what is edited, and reload the open page
 	@echo "http://127.0.0.1:$(PORT)/ (stop with Ctrl-C)"

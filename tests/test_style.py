@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = [path for folder in ("k3_teach", "book/_ext", "book/_static", "book/experiments",
-                               "tools")
+                               "benchmarks", "tools")
          for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".js", ".css")]
 SHOWN = [*sorted((ROOT / "k3_teach/parts").glob("*.py")), ROOT / "k3_teach/model.py",
          ROOT / "k3_teach/cache.py"]  # chapters show these, and a page has room for 88 columns

@@ -1,0 +1,1 @@
+"""Benchmarks: this package beside the usual ways, in one process. See README.md here."""

@@ -1,0 +1,1 @@
+"""The usual ways, written for this comparison: one file for each operator."""

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3_teach.errors import InputError
-from k3_teach.parts.precision import KeepFloat32, float32_parameter, upcast
+from k3_teach.parts.grouped import grouped_linear
+from k3_teach.parts.precision import (
+    KeepFloat32, as_upcast, float32_parameter, upcast)
 
 
 def limit_to_groups(choice: Tensor, num_groups: int, topk_group: int) -> Tensor:
@@ -82,7 +84,8 @@ class Router(KeepFloat32, nn.Module):
         self.num_groups, self.topk_group = num_groups, topk_group
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = F.linear(upcast(x), upcast(self.weight))
+        with as_upcast(x):
+            logits = F.linear(upcast(x), upcast(self.weight))
         scores = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
         bias = self.e_score_correction_bias
         idx, weights = route(scores, bias, self.top_k, self.renormalize, self.scaling,
@@ -108,26 +111,12 @@ def experts_loop(x: Tensor, idx: Tensor, weights: Tensor,
     return y.to(x.dtype)
 
 
-def grouped_linear(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Each row through the matrix of its expert: rows x [R, a], w [E, b, a] -> [R, b].
-
-    The rows are sorted by expert; ends [E] is, for each expert, the row after its last.
-    One grouped matrix product where torch has it for this dtype and alignment, else one
-    product per expert in use.
-    """
-    aligned = all(n * x.element_size() % 16 == 0 for n in w.shape[1:])
-    if aligned and x.dtype != torch.float64 and hasattr(F, "grouped_mm"):
-        return F.grouped_mm(x, w.mT, offs=ends)
-    rows = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    parts = zip(x.split(rows), w.unbind())
-    return torch.cat([x_e @ w_e.T for x_e, w_e in parts if len(x_e)])
-
-
 def experts_grouped(x: Tensor, idx: Tensor, weights: Tensor,
                     w1: Tensor, w2: Tensor, w3: Tensor, act) -> Tensor:
     """The same as `experts_loop` in three grouped products. Shapes as there.
 
-    The N k pairs (token, expert) are sorted by expert, and the results added back.
+    The N k pairs (token, expert) are sorted by expert. An `embedding_bag` is a weighted
+    sum of rows: it collects a token's results without a copy of them in between.
     """
     expert, order = idx.flatten().sort(stable=True)              # [N k]
     token = order // idx.shape[1]
@@ -135,9 +124,10 @@ def experts_grouped(x: Tensor, idx: Tensor, weights: Tensor,
     ends = torch.searchsorted(expert, experts, right=True).int() # [E]
     rows = x.index_select(0, token)                              # [N k, l]
     inner = act(grouped_linear(rows, w1, ends), grouped_linear(rows, w3, ends))
-    out = grouped_linear(inner, w2, ends)                        # [N k, l]
-    out = upcast(out) * weights.flatten().index_select(0, order)[:, None]
-    return torch.zeros_like(upcast(x)).index_add(0, token, out).to(x.dtype)
+    out = upcast(grouped_linear(inner, w2, ends))                # [N k, l]
+    where = order.argsort().view_as(idx)                         # [N, k], row in out
+    y = F.embedding_bag(where, out, per_sample_weights=weights, mode="sum")
+    return y.to(x.dtype)                                         # [N, l]
 
 
 def experts_few(x: Tensor, idx: Tensor, weights: Tensor,
@@ -146,10 +136,12 @@ def experts_few(x: Tensor, idx: Tensor, weights: Tensor,
 
     It takes views of their matrices and leaves the idle ones alone. Shapes as there.
     """
-    pairs = ((row, e) for row, chosen in zip(x, idx.tolist()) for e in chosen)
-    out = [act(w1[e] @ row, w3[e] @ row) @ w2[e].T for row, e in pairs]
-    out = upcast(torch.stack(out)).view(*idx.shape, -1)          # [N, k, l]
-    return torch.einsum("nk,nkl->nl", weights, out).to(x.dtype)
+    experts = idx.flatten().tolist()
+    each = lambda rows, w: torch.stack([w[e] @ row for e, row in zip(experts, rows)])
+    rows = x.repeat_interleave(idx.shape[1], 0)                  # [N k, l]
+    out = each(act(each(rows, w1), each(rows, w3)), w2)          # [N k, l]
+    out = upcast(out).view(*idx.shape, -1)                       # [N, k, l]
+    return (weights[..., None] * out).sum(1).to(x.dtype)
 
 
 class Experts(nn.Module):
@@ -172,7 +164,8 @@ class Experts(nn.Module):
         if len(x) == 0:
             return x
         # Not in training: the gradient of a slice of a stack is as large as the stack.
-        few = idx.numel() < len(self.w1) / 8 and not torch.is_grad_enabled()
+        few = idx.numel() <= len(self.w1) / 4 and not torch.is_grad_enabled()
+        few = few and not torch.compiler.is_compiling()     # it reads idx in Python
         run = experts_few if few else experts_grouped
         return run(x, idx, weights, self.w1, self.w2, self.w3, self.act)
 

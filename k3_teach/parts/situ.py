@@ -52,6 +52,48 @@ def situ_glu(gate: Tensor, up: Tensor, beta: float = 4.0,
     return z.to(gate.dtype)
 
 
+class _SituGLU(torch.autograd.Function):
+    """SiTU-GLU and its derivative, written out:
+
+        z = beta linear_beta t s u       t = tanh(a / beta),  s = sigmoid(a),
+                                         u = tanh(b / linear_beta)
+        dz/da = linear_beta s u (1 - t^2 + beta t (1 - s))
+        dz/db = beta s t (1 - u^2)
+
+    Only t, s and u are kept, and what is in between is overwritten.
+    """
+
+    @staticmethod
+    def forward(ctx, a, b, beta, linear_beta):
+        t, s, u = (a / beta).tanh_(), a.sigmoid(), (b / linear_beta).tanh_()
+        ctx.save_for_backward(t, s, u)
+        ctx.caps = beta, linear_beta
+        return (t * s).mul_(u).mul_(beta * linear_beta)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():     # autograd would take t, s, u for constants
+            raise InputError("situ_glu_lean has no second derivative; situ_glu has")
+        (t, s, u), (beta, linear_beta) = ctx.saved_tensors, ctx.caps
+        grad = grad * s
+        slope = (1 - s).mul_(t).mul_(beta).add_(1).addcmul_(t, t, value=-1)
+        grad_a = slope.mul_(u).mul_(linear_beta).mul_(grad)
+        grad_b = grad.mul_(t).mul_(beta).mul_(1 - u * u)
+        return grad_a, grad_b, None, None
+
+
+def situ_glu_lean(gate: Tensor, up: Tensor, beta: float = 4.0,
+                  linear_beta: float | None = 25.0) -> Tensor:
+    """The same as `situ_glu` with half the memory in training, and faster for it.
+
+    (Kimi K3 report, section 2.3.2.) Shapes as there. It has no second derivative.
+    """
+    if linear_beta is None:
+        return situ_glu(gate, up, beta, None)
+    z = _SituGLU.apply(upcast(gate), upcast(up), beta, linear_beta)
+    return z.to(gate.dtype)
+
+
 class Activation(nn.Module):
     """The two-branch activation that a configuration names: "situ" or "silu" (SwiGLU).
 
@@ -71,7 +113,7 @@ class Activation(nn.Module):
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.hidden_act == "silu":
             return swiglu(gate, up)
-        return situ_glu(gate, up, self.beta, self.linear_beta)
+        return situ_glu_lean(gate, up, self.beta, self.linear_beta)
 
     def extra_repr(self) -> str:
         caps = f", beta={self.beta}, linear_beta={self.linear_beta}"

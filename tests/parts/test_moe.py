@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import k3_teach as k3
+from k3_teach.parts import moe
 from k3_teach.parts.moe import experts_few, limit_to_groups
 from tests.helpers import randomize
 
@@ -135,6 +136,20 @@ def test_experts_sum_in_float32():
         expected = torch.einsum("nk,nkl->nl", w.double(), outs.double())
         y = run(x, idx, w, w1, w2, w3, k3.situ_glu)
         assert ((y.double() - expected).abs() <= expected.abs() * 2 ** -8 + 1e-6).all()
+
+
+def test_the_form_is_chosen_by_regime(monkeypatch):
+    """Few tokens and no gradient: views. A slice of a stack has a gradient as large as the stack, so training is grouped."""
+    ran = []
+    for name in ("experts_few", "experts_grouped"):
+        monkeypatch.setattr(moe, name, lambda *args, name=name, run=getattr(moe, name): ran.append(name) or run(*args))
+    experts = moe.Experts(16, 8, 8, k3.Activation())
+    idx, w = torch.arange(8).view(2, 4), torch.rand(2, 4)
+    with torch.no_grad():
+        for n in (1, 2):
+            experts(torch.randn(n, 8), idx[:n], w[:n])
+    experts(torch.randn(1, 8), idx[:1], w[:1]).sum().backward()
+    assert ran == ["experts_few", "experts_grouped", "experts_grouped"]
 
 
 def block(**changes):

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 import k3_teach as k3
 from k3_teach.config import K3Config
 from k3_teach.model import make_moe
+from k3_teach.parts.situ import situ_glu_lean
 
 T = lambda *x: torch.tensor(x, dtype=torch.float64)
 
@@ -72,3 +73,50 @@ def test_both_branches_are_capped_everywhere(which):
 def test_unknown_activation():
     with pytest.raises(k3.InputError, match="'situ' or 'silu'"):
         k3.Activation("gelu")
+
+
+LIMITS = [(4.0, 25.0), (4.0, None), (1.0, 3.0)]
+
+
+@pytest.mark.parametrize("beta, linear_beta", LIMITS)
+def test_lean_form_equals_the_definition(beta, linear_beta):
+    """The same values and gradients, from deep in saturation to denormal numbers; in bfloat16 the same bits."""
+    wide = torch.tensor([-torch.inf, -1e30, -200, -20, -1, -1e-3, -1e-300, 0, 1e-300, 1e-3, 1, 20, 200, 1e30, torch.inf], dtype=torch.float64)
+    results = []
+    for form in (k3.situ_glu, situ_glu_lean):
+        a, b = (x.contiguous().requires_grad_() for x in torch.meshgrid(wide[1:-1], wide[1:-1], indexing="ij"))
+        z = form(a, b, beta, linear_beta)
+        z.backward(torch.linspace(-2, 3, z.numel(), dtype=torch.float64).view_as(z))
+        results.append((z.detach(), a.grad, b.grad))
+    for ours, expected in zip(*results):
+        assert_close(ours, expected, atol=1e-13, rtol=1e-13)
+    if linear_beta is not None:                 # infinite values, too, but no gradient there: inf * 0
+        a, b = (x.contiguous() for x in torch.meshgrid(wide, wide, indexing="ij"))
+        assert_close(situ_glu_lean(a, b, beta, linear_beta), k3.situ_glu(a, b, beta, linear_beta), atol=1e-13, rtol=1e-13)
+    a, b = torch.randn(1000).bfloat16(), torch.randn(1000).bfloat16() * 30
+    assert situ_glu_lean(a, b, beta, linear_beta).dtype == torch.bfloat16
+    assert_close(situ_glu_lean(a, b, beta, linear_beta), k3.situ_glu(a, b, beta, linear_beta), atol=0, rtol=2 ** -8)
+
+
+@pytest.mark.parametrize("beta, linear_beta", LIMITS)
+def test_derivative_written_out(beta, linear_beta):
+    a, b = (torch.randn(7, dtype=torch.float64) * scale for scale in (4, 20))
+    assert torch.autograd.gradcheck(situ_glu_lean, (a.requires_grad_(), b.requires_grad_(), beta, linear_beta))
+
+
+def test_second_derivative_is_refused():
+    """Silence would be a wrong number wherever another path has one: here 6 a from the cube."""
+    a, b = torch.randn(2, 5, requires_grad=True)
+    with pytest.raises(k3.InputError, match="no second derivative"):
+        torch.autograd.grad((situ_glu_lean(a, b) + a ** 3).sum(), a, create_graph=True)
+
+
+def test_training_keeps_three_tensors():
+    """What the lean form is for: t, s, u instead of twice as many."""
+    def kept(form):
+        sizes = []
+        a, b = torch.randn(2, 100, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append((t.data_ptr(), t.numel())), lambda t: t):
+            z = form(a, b)
+        return sum(n for _, n in set(sizes)), z
+    assert kept(situ_glu_lean)[0] == 300 and kept(k3.situ_glu)[0] >= 600

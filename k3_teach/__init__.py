@@ -14,7 +14,7 @@ from k3_teach.model import K3Model, next_token_loss
 from k3_teach.parts.attention import (
     GroupedQueryAttention, attention, attention_eager, causal_mask)
 from k3_teach.parts.attn_res import (
-    BlockStream, PlainStream, attn_res, merge_live, read_sealed)
+    BlockStream, PlainStream, TwoPhaseStream, attn_res, merge_live, read_sealed)
 from k3_teach.parts.balance import (
     QuantileHistogram, expert_load, max_vio, quantile_bias, sign_update)
 from k3_teach.parts.balancer import Balancer

@@ -19,7 +19,7 @@ from k3_teach.cache import Cache, KDAState, LatentCache
 from k3_teach.config import K3Config
 from k3_teach.errors import InputError
 from k3_teach.init import init_parameters
-from k3_teach.parts.attn_res import BlockStream, PlainStream
+from k3_teach.parts.attn_res import PlainStream, TwoPhaseStream
 from k3_teach.parts.kda_layer import KDA
 from k3_teach.parts.latent_moe import LatentMoE
 from k3_teach.parts.mla import MLA
@@ -73,9 +73,13 @@ def on_real_tokens(ffn: nn.Module, x: Tensor, real: Tensor | None, trace: dict |
     """
     if real is None:
         return ffn(x, trace)
-    y = torch.zeros_like(x)
-    y[real] = ffn(x[real], trace)
+    out = ffn(x[real], trace)
+    y = out.new_zeros(x.shape)      # in the dtype that autocast has given it
+    y[real] = out
     return y
+
+
+READS = "self_attention", "mlp"             # the depth reads of a layer, in their order
 
 
 class DecoderLayer(nn.Module):
@@ -112,8 +116,11 @@ class DecoderLayer(nn.Module):
         """
         if not self.depth_reads:
             return None
-        norm, proj = (getattr(self, f"{name}_res_{part}") for part in ("norm", "proj"))
-        return depth_query(norm, proj)
+        return depth_query(*self.query_factors(name))
+
+    def query_factors(self, name: str) -> tuple[RMSNorm, nn.Linear]:
+        """Where the release stores the factors of that query."""
+        return getattr(self, f"{name}_res_norm"), getattr(self, f"{name}_res_proj")
 
     def forward(self, stream, state=None, mask: Tensor | None = None,
                 trace: dict | None = None) -> None:
@@ -184,6 +191,22 @@ class K3Model(nn.Module):
         kda = [self.config.is_kda(i) for i in range(len(self.layers))]
         return Cache([KDAState() if k else LatentCache() for k in kda], batch_size)
 
+    def last_query(self) -> Tensor | None:
+        """The query [d] of the read after the last layer; None for a plain residual."""
+        if self.config.attn_res_block_size is None:
+            return None
+        return depth_query(self.output_attn_res_norm, self.output_attn_res_proj)
+
+    def new_stream(self, x: Tensor) -> PlainStream | TwoPhaseStream:
+        """The residual stream over the embeddings x [B,T,d], for all layers in turn."""
+        if self.config.attn_res_block_size is None:
+            return PlainStream(x)
+        reads = [layer.query_factors(name) for layer in self.layers for name in READS]
+        reads.append((self.output_attn_res_norm, self.output_attn_res_proj))
+        gains, rows = zip(*((norm.weight, proj.weight) for norm, proj in reads))
+        queries = torch.stack(gains) * torch.cat(rows)          # [2 L + 1, d]
+        return TwoPhaseStream(x, self.config.rms_norm_eps, queries)
+
     def forward(self, ids: Tensor, attention_mask: Tensor | None = None,
                 cache: Cache | None = None, return_trace: bool = False):
         """ids [B,T] -> logits [B,T,vocab] in the dtype of the model.
@@ -219,17 +242,13 @@ class K3Model(nn.Module):
         x = self.embed_tokens(ids)                              # [B, T, d]
         if mask is not None:    # padding is 0 in every layer, whatever its embedding
             x = x.masked_fill(~mask[:, -ids.shape[1]:, None], 0)
-        blocks = self.config.attn_res_block_size is not None
-        stream = BlockStream(x, self.config.rms_norm_eps) if blocks else PlainStream(x)
+        stream = self.new_stream(x)
         for i, (layer, state) in enumerate(zip(self.layers, states)):
             seen = {} if return_trace else None
             layer(stream, state, mask, seen)
             if return_trace:
                 trace.update({f"L{i}.{name}": value for name, value in seen.items()})
-        query = None
-        if blocks:
-            query = depth_query(self.output_attn_res_norm, self.output_attn_res_proj)
-        h = stream.read(query, trace, "output_read")
+        h = stream.read(self.last_query(), trace, "output_read")
         y = self.norm(h)
         if return_trace:
             trace.update(pre_norm=h, post_norm=y)

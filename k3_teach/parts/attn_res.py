@@ -18,7 +18,7 @@ from torch import Tensor
 
 from k3_teach.errors import InputError
 from k3_teach.parts.norm import rms_normalize
-from k3_teach.parts.precision import upcast
+from k3_teach.parts.precision import as_upcast, upcast
 
 
 def attn_res(sources: Tensor, query: Tensor, eps: float = 1e-5
@@ -30,23 +30,34 @@ def attn_res(sources: Tensor, query: Tensor, eps: float = 1e-5
     gain of the norm of the keys and a projection: (gain * k) . q = k . (gain * q).
     """
     u = upcast(sources)
-    a = torch.softmax(rms_normalize(u, eps) @ upcast(query), 0)
-    return torch.einsum("n...,n...d->...d", a, u).to(sources.dtype), a
+    with as_upcast(u):
+        a = torch.softmax(rms_normalize(u, eps) @ upcast(query), 0)
+        h = torch.einsum("n...,n...d->...d", a, u)
+    return h.to(sources.dtype), a
+
+
+def rms(u: Tensor, eps: float) -> Tensor:
+    """sqrt(mean(u^2) + eps): u [..., d] in float32 or float64 -> [...].
+
+    A score q . k is q . u / rms(u), so that no key need be made (arXiv 2603.15031);
+    nor are squares, by `vecdot`.
+    """
+    return torch.sqrt(torch.linalg.vecdot(u, u) / u.shape[-1] + eps)
 
 
 def read_sealed(sealed: Tensor, queries: Tensor, eps: float = 1e-5
                 ) -> tuple[Tensor, Tensor]:
-    """Phase 1 of the two-phase form: all reads of a block from the finished sources.
+    """Phase 1 of the two-phase form: several reads of a block from its sealed sources.
 
     They are the same for its P queries, so they are fetched once (arXiv 2603.15031).
     sealed [n, ..., d], queries [P, d] -> mixtures [P, ..., d], and the logarithms of
-    the softmax denominators [P, ...].
+    the softmax denominators [P, ...], both in float32 (or float64).
     """
     u = upcast(sealed)
-    keys = rms_normalize(u, eps)
-    scores = torch.einsum("n...d,pd->pn...", keys, upcast(queries))
-    mixtures = torch.einsum("pn...,n...d->p...d", scores.softmax(1), u)
-    return mixtures, scores.logsumexp(1)
+    with as_upcast(u):
+        scores = u @ upcast(queries).mT / rms(u, eps)[..., None]        # [n, ..., P]
+        mixtures = torch.einsum("n...p,n...d->p...d", scores.softmax(0), u)
+    return mixtures, scores.logsumexp(0).movedim(-1, 0)
 
 
 def merge_live(mixture: Tensor, log_sum: Tensor, live: Tensor, query: Tensor,
@@ -54,11 +65,13 @@ def merge_live(mixture: Tensor, log_sum: Tensor, live: Tensor, query: Tensor,
     """Phase 2, for one read: let the live sum `live` join the softmax.
 
     Exact: what is left is a softmax over two things, a sigmoid (arXiv 2603.15031).
-    mixture [..., d] and log_sum [...] of phase 1, live [..., d], query [d] -> [..., d].
+    mixture [..., d] and log_sum [...] of phase 1, live [..., d], query [d] -> [..., d]
+    in float32 (or float64).
     """
     u = upcast(live)
-    share = torch.sigmoid(rms_normalize(u, eps) @ upcast(query) - log_sum)
-    return torch.lerp(mixture, u, share[..., None]).to(live.dtype)
+    with as_upcast(u):
+        score = u @ upcast(query) / rms(u, eps)                         # [...]
+    return torch.lerp(mixture, u, torch.sigmoid(score - log_sum)[..., None])
 
 
 # --- the residual stream as an object -------------------------------------------------
@@ -131,3 +144,49 @@ class BlockStream:
                              "there is no live sum to keep")
         self.sealed.append(self.prefix)
         self.prefix = None
+
+
+class TwoPhaseStream(BlockStream):
+    """The same reads, with the sealed sources fetched for several of them at once.
+
+    queries [R, d]: those of all reads to come, in their order. They are parameters, so
+    they are known before the first token. Each `read` still names its query, and it has
+    to be the next of these.
+
+    A mixture waits for its read, in float32, as large as the hidden state. AT_ONCE is
+    the most that may wait: half of the 24 reads of a block in K3.
+    """
+
+    AT_ONCE = 12
+
+    def __init__(self, x: Tensor, eps: float, queries: Tensor):
+        super().__init__(x, eps)
+        self.queries, self.num_read = queries, 0
+        self.waiting: list[tuple[Tensor, Tensor]] = []      # phase 1 of the next reads
+
+    def read(self, query: Tensor, trace: dict | None = None, name: str = "") -> Tensor:
+        """As of a BlockStream. InputError for more reads than there are queries."""
+        if trace is not None:
+            super().read(query, trace, name)        # only for the weights
+        if self.sealed and not self.waiting:
+            self.waiting = self.phase_1()
+        self.num_read += 1
+        if not self.sealed:                         # layer 0
+            return self.prefix
+        h, log_sum = self.waiting.pop(0)
+        if self.prefix is not None:
+            h = merge_live(h, log_sum, self.prefix, query, self.eps)
+        return h.to(self.sealed[0].dtype)
+
+    def phase_1(self) -> list[tuple[Tensor, Tensor]]:
+        """`read_sealed` for the next reads: a mixture [..., d] and a logarithm each."""
+        ahead = self.queries[self.num_read:self.num_read + self.AT_ONCE]    # [P, d]
+        if not len(ahead):
+            raise InputError(f"read {self.num_read + 1} of a stream that was made with "
+                             f"{len(self.queries)} queries; it takes one for each read")
+        return list(zip(*read_sealed(torch.stack(self.sealed), ahead, self.eps)))
+
+    def seal(self) -> None:
+        """As of a BlockStream. What was read ahead does not know the new source."""
+        super().seal()
+        self.waiting = []

@@ -36,7 +36,7 @@ def table(result: dict) -> str:
     machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     rates = [f"{(result['floors']['matmul_flops'] or 0) / 1e9:.0f} GFLOP/s in float32 products"] \
         if result["floors"]["matmul_flops"] else []
-    rates += [f"{rate / 1e9:.0f} GB/s copying {int(size) / 2 ** 20:.3g} MB"
+    rates += [f"{rate / 1e9:.0f} GB/s copying {int(size) / 2 ** 20:.3g} MiB"
               for size, rate in result["floors"]["copy_bytes_per_second"].items()]
     parts = [f"Measured on {result['date']}: {machine}.",
              f"At best: {'; '.join(rates)}." if rates else ""]

@@ -109,7 +109,7 @@ def long_text(short: int, long: int) -> Iterator[Quantity]:
     for what, wrap, T in (("forward", lambda form, *x: lambda: form(*x), long),
                           ("forward and backward", with_gradients, 2 * short)):
         x = inputs(1, T, H, K)
-        memory = {name: peak_memory(wrap(form, *x)) / 2 ** 20
+        memory = {name: peak_memory(wrap(form, *x)) / 1e6
                   for name, form in {OURS: ours, "textbook, tiles": chunk_by_tiles}.items()}
         yield Quantity("KDA, peak memory beyond the inputs", f"{what}, {label(1, T, H, K)}",
                        memory, OURS)

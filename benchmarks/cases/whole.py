@@ -81,7 +81,7 @@ def kept(k3: K3Model, gpt: GPT, cache: Cache, S: int) -> Quantity:
     values = {OURS: cache.nbytes(), "its KDA layers": kda, "its MLA layers": mla,
               "GPT": gpt.new_cache(1, S).nbytes}
     return Quantity("Whole model, cache of one sequence", f"S {S}", in_megabytes(values),
-                    OURS, note=f"KDA {kda / 2 ** 20:.3f} MB")
+                    OURS, note=f"KDA {kda / 1e6:.3f} MB")
 
 
 def layer_bytes(state) -> int:
@@ -99,7 +99,7 @@ def memory(k3: K3Model, gpt: GPT, ids: Tensor, peak: int) -> Quantity:
 
 
 def in_megabytes(values: dict[str, int]) -> dict[str, float]:
-    return {name: value / 2 ** 20 for name, value in values.items()}
+    return {name: value / 1e6 for name, value in values.items()}
 
 
 def decode(k3: K3Model, gpt: GPT, cache: Cache, ids: Tensor) -> Case:

@@ -32,7 +32,7 @@ RESULT = {"date": "2030-01-02", "quick": True, "machine": {"processor": "P", "to
 def test_the_table():
     text = report.table(RESULT)
     assert "Measured on 2030-01-02: processor P, torch T." in text
-    assert "At best: 100 GFLOP/s in float32 products; 50 GB/s copying 1 MB." in text
+    assert "At best: 100 GFLOP/s in float32 products; 50 GB/s copying 1 MiB." in text
     assert "| small | 2 ms (1.8-2.2) | 12.5x | 25% | 12,346 |" in text
     assert "| large | 3 s (2.7-3.3) | not run: minutes |  |  |" in text
     assert "| memory (beyond the weights) | 12 MB | 4x |" in text

@@ -10,7 +10,7 @@ READY    = .venv/.ready
 BUILT    = _build/.built
 PAGE     = _build/html/index.html
 CHAPTERS = $(wildcard book/*.ipynb)
-SOURCES  = _config.yml _toc.yml $(shell find book -type f -not -path '*/.*' -not -path '*/__pycache__*')
+SOURCES  = _config.yml _toc.yml $(wildcard benchmarks/stored/*/result.json) $(shell find book -type f -not -path '*/.*' -not -path '*/__pycache__*')
 
 # A file of tests, or a notebook, stays on one worker: its cells share a kernel.
 # In their order: tests of the pages, the slowest, come first.

@@ -198,7 +198,10 @@ class K3Model(nn.Module):
         return depth_query(self.output_attn_res_norm, self.output_attn_res_proj)
 
     def new_stream(self, x: Tensor) -> PlainStream | TwoPhaseStream:
-        """The residual stream over the embeddings x [B,T,d], for all layers in turn."""
+        """The residual stream over the embeddings x [B,T,d], for all layers in turn.
+
+        It reads the query of every layer now, before the first layer runs.
+        """
         if self.config.attn_res_block_size is None:
             return PlainStream(x)
         reads = [layer.query_factors(name) for layer in self.layers for name in READS]
@@ -224,7 +227,9 @@ class K3Model(nn.Module):
             scores, latent, one row per real token. At the end: pre_norm, post_norm
             [B,T,d], output_read [B,T,n].
 
-        InputError for ids, a mask or a cache that do not fit the model or each other.
+        InputError for ids, a mask or a cache that do not fit the model or each other;
+        torch.compile does not look at the values of ids, nor may a cache leave
+        inference mode there.
         """
         mask = self._check(ids, attention_mask, cache)
         if cache is None:

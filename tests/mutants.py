@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(35, "eps of the configuration in MLA", "parts/mla.py", "LATENT_NORM_EPS = 1e-6", "LATENT_NORM_EPS = 1e-5", "parts/test_mla.py::test_norms_inside_have_their_own_eps"),
     Mutant(35, "eps of the configuration in MLA, seen in the logits", "parts/mla.py", "LATENT_NORM_EPS = 1e-6", "LATENT_NORM_EPS = 1e-5", "test_golden.py::test_logits_and_every_trace"),
     Mutant(37, "layers counted from 0", "config.py", "return layer + 1 in self", "return layer in self", "test_config.py::test_layer_lists_count_from_one"),
-    Mutant(39, "no gradient across segments", "parts/kda.py", "for x in part), S, cut", "for x in part), S.detach(), cut", "parts/test_kda.py::test_gradients_cross_segments"),
+    Mutant(39, "no gradient across segments", "parts/kda.py", "ChunkKDA.apply(*part, S, cut)", "ChunkKDA.apply(*part, S.detach(), cut)", "parts/test_kda.py::test_gradients_cross_segments"),
     Mutant(39, "the gate of the chunk before, on the way back", "parts/kda_chunk.py", "E[n].addcmul_(E[n + 1], d.whole[n])", "E[n].addcmul_(E[n + 1], d.whole[n - 1])", "parts/test_kda.py::test_chunks_equal_the_recurrence"),
     Mutant(40, "old rows lost when the buffer grows", "cache.py", "grown[:, :self.length] = self.rows", "pass", "test_cache.py::test_first_use_growth_and_divergence"),
     Mutant(0, "decay after the correction", "parts/kda.py", "        S = S * decay_t[..., None]\n", "", "parts/test_kda.py::test_recurrence_against_numpy"),

@@ -107,6 +107,8 @@ def test_what_the_release_keeps_in_float32_stays_so(device):
         "step": (first(step_kda), *(x[:, :1] for x in (q, k, v, g, beta))),
         "chunks": (first(k3.chunk_kda), q, k, v, g, beta),
         "depth read": (first(k3.attn_res), rand(3, 5, 16), rand(16)),
+        "reads, phase 1": (first(k3.read_sealed), rand(3, 5, 16), rand(4, 16)),
+        "reads, phase 2": (k3.merge_live, rand(5, 16), rand(5), rand(5, 16), rand(16)),
         "norm": (k3.RMSNorm(16, 1e-5).to(device), rand(5, 16)),
         "activation": (k3.Activation(), rand(5, 16), rand(5, 16))}
     for name, (f, *args) in cases.items():

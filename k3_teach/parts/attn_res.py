@@ -166,6 +166,9 @@ class TwoPhaseStream(BlockStream):
 
     def read(self, query: Tensor, trace: dict | None = None, name: str = "") -> Tensor:
         """As of a BlockStream. InputError for more reads than there are queries."""
+        if self.num_read == len(self.queries):
+            raise InputError(f"read {self.num_read + 1} of a stream that was made with "
+                             f"{len(self.queries)} queries; it takes one for each read")
         if trace is not None:
             super().read(query, trace, name)        # only for the weights
         if self.sealed and not self.waiting:
@@ -181,9 +184,6 @@ class TwoPhaseStream(BlockStream):
     def phase_1(self) -> list[tuple[Tensor, Tensor]]:
         """`read_sealed` for the next reads: a mixture [..., d] and a logarithm each."""
         ahead = self.queries[self.num_read:self.num_read + self.AT_ONCE]    # [P, d]
-        if not len(ahead):
-            raise InputError(f"read {self.num_read + 1} of a stream that was made with "
-                             f"{len(self.queries)} queries; it takes one for each read")
         return list(zip(*read_sealed(torch.stack(self.sealed), ahead, self.eps)))
 
     def seal(self) -> None:

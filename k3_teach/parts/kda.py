@@ -21,7 +21,7 @@ from k3_teach.parts.kda_chunk import ChunkKDA, tiling
 from k3_teach.parts.precision import as_upcast, upcast
 
 CHUNK = 32      # tokens that are handled by matrix products, not one after another
-SEGMENT = 256   # tokens (of all rows together) whose temporaries are held at once
+SEGMENT = 256   # tokens whose temporaries are held at once: 128 or more of every row
 
 
 def recurrent_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
@@ -48,13 +48,14 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
               gate_lower_bound: float | None = None) -> tuple[Tensor, Tensor]:
     """`recurrent_kda` in chunks (arXiv 2510.26692): matrix products within a chunk, one
     step of the recurrence from chunk to chunk (see kda_chunk.py). Shapes and errors as
-    there. It can be differentiated once.
+    there. It can be differentiated once, and not by torch.func; the other one can.
 
     Any T and any finite g <= 0. `gate_lower_bound` is a promise that no g is below it,
     which allows larger tiles. Without it, g below -44 (in float64 -320) counts as that:
     a decay of e^-44 = 8e-20 leaves nothing that float32 could still add.
     `chunk_size` is a power of two; None: 32, or 16 without a bound.
-    Other (finite) values at later tokens change no bit of what comes out at a token.
+    Other values at later tokens change no bit of what comes out at a token, as long as
+    their products are finite in float32; with K3's bound, up to 1e22 in q and k.
     """
     q, k, v, g, beta, S = prepare(q, k, v, g, beta, initial_state)
     B, T, H, _ = q.shape
@@ -65,15 +66,16 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
         raise InputError(f"chunk_size is {C}; it must be a power of two")
     if bound is None:
         bound = -44.0 if q.dtype == torch.float32 else -320.0
-        g = g.clamp_min(bound)
     elif not -torch.inf < bound < 0:
         raise InputError(f"gate_lower_bound is {bound}; "
                          "it must be a negative number, or None")
     C = min(C, 1 << (T - 1).bit_length())       # a short text needs no long chunk
     segment, cut = max(C, 128, SEGMENT // B), tiling(C, bound, q)
     S, out = S.flatten(0, 1), []
-    for part in zip(*(x.split(segment, 1) for x in (q, k, v, g, beta[..., None]))):
-        o, S = ChunkKDA.apply(*(_to_chunks(x, C) for x in part), S, cut)
+    for q, k, v, g, beta in zip(*(x.split(segment, 1) for x in (q, k, v, g, beta))):
+        g = g.clamp_min(bound) if gate_lower_bound is None else g
+        part = (_to_chunks(x, C) for x in (q, k, v, g, beta[..., None]))
+        o, S = ChunkKDA.apply(*part, S, cut)
         out.append(o.unflatten(1, (B, H)).permute(1, 0, 3, 2, 4).flatten(1, 2))
     o = torch.cat(out, 1) if len(out) > 1 else out[0]
     return o[:, :T], S.unflatten(0, (B, H))

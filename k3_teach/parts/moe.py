@@ -116,7 +116,8 @@ def experts_grouped(x: Tensor, idx: Tensor, weights: Tensor,
     """The same as `experts_loop` in three grouped products. Shapes as there.
 
     The N k pairs (token, expert) are sorted by expert. An `embedding_bag` is a weighted
-    sum of rows: it collects a token's results without a copy of them in between.
+    sum of rows: it collects a token's results without a copy of them in between. It can
+    be differentiated once.
     """
     expert, order = idx.flatten().sort(stable=True)              # [N k]
     token = order // idx.shape[1]
@@ -126,7 +127,7 @@ def experts_grouped(x: Tensor, idx: Tensor, weights: Tensor,
     inner = act(grouped_linear(rows, w1, ends), grouped_linear(rows, w3, ends))
     out = upcast(grouped_linear(inner, w2, ends))                # [N k, l]
     where = order.argsort().view_as(idx)                         # [N, k], row in out
-    y = F.embedding_bag(where, out, per_sample_weights=weights, mode="sum")
+    y = F.embedding_bag(where, out, per_sample_weights=weights.to(out), mode="sum")
     return y.to(x.dtype)                                         # [N, l]
 
 
@@ -165,7 +166,8 @@ class Experts(nn.Module):
             return x
         # Not in training: the gradient of a slice of a stack is as large as the stack.
         few = idx.numel() <= len(self.w1) / 4 and not torch.is_grad_enabled()
-        few = few and not torch.compiler.is_compiling()     # it reads idx in Python
+        # It reads idx in Python, which has no values in a graph or on the meta device.
+        few = few and not (torch.compiler.is_compiling() or idx.is_meta)
         run = experts_few if few else experts_grouped
         return run(x, idx, weights, self.w1, self.w2, self.w3, self.act)
 

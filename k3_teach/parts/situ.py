@@ -86,7 +86,8 @@ def situ_glu_lean(gate: Tensor, up: Tensor, beta: float = 4.0,
                   linear_beta: float | None = 25.0) -> Tensor:
     """The same as `situ_glu` with half the memory in training, and faster for it.
 
-    (Kimi K3 report, section 2.3.2.) Shapes as there. It has no second derivative.
+    (Kimi K3 report, section 2.3.2.) Shapes as there. It has no second derivative
+    and does not work in torch.func; the other one does.
     """
     if linear_beta is None:
         return situ_glu(gate, up, beta, None)

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import k3_teach as k3
 from k3_teach.parts.kda import SEGMENT
 from k3_teach.parts.kda_chunk import decays, tiling
+from k3_teach.scale.measure import peak_memory
 
 NAMES = ["o", "S", "dq", "dk", "dv", "dg", "dbeta", "dS"]
 
@@ -201,6 +202,25 @@ def test_gates_without_a_bound_forget_everything():
         args = [a.to(dtype) for a in (q, k, v, g, beta, S)]
         for a, e in zip(with_gradients(k3.chunk_kda, args, dtype), with_gradients(k3.recurrent_kda, args, dtype)):
             assert_close(a, e, atol=1e-6 if dtype == torch.float32 else 1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("dtype, gate", [(torch.float32, -40.0), (torch.float64, -300.0)])
+def test_gates_above_that_are_taken_as_they_are(dtype, gate):
+    """Nothing is written, so what is read is the old state, however faint."""
+    q, k, v, _, _, S = (x.to(dtype) for x in inputs(1))
+    o, _ = k3.chunk_kda(q, k, v, torch.full_like(q, gate), torch.zeros(2, 1, 3, dtype=dtype), S)
+    expected = torch.einsum("bhkv,bhk->bhv", S, q[:, 0]) * np.exp(gate)
+    assert_close(o[:, 0], expected, atol=0, rtol=1e-4 if dtype == torch.float32 else 1e-11)
+
+
+def test_memory_is_that_of_a_segment():
+    """Beyond its output, a longer text needs no more."""
+    beyond = []
+    for T in (1024, 4096):
+        args = [a.float() for a in inputs(T, B=1, H=2, K=16, V=16)]
+        run = lambda: k3.chunk_kda(*args, gate_lower_bound=-5.0)
+        beyond.append(peak_memory(run) - 2 * 4 * args[2].numel())     # the parts, then the whole
+    assert beyond[1] < 1.1 * beyond[0]
 
 
 def test_gradcheck():

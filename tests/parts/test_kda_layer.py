@@ -147,3 +147,18 @@ def test_padding_on_either_side_leaves_the_state_alone():
     kda(x[:, 2:], state=states[2], mask=torch.tensor([[True] * 4 + [False] * 3]))
     assert_close(states[1].S, states[0].S, atol=1e-12, rtol=0)
     assert_close(states[2].S, states[0].S, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_the_layer_passes_on_what_its_gate_promises(bound, monkeypatch):
+    """Without the promise the result is the same, only later."""
+    seen = []
+    plain = k3.chunk_kda
+
+    def watched(*args, **options):
+        seen.append(options["gate_lower_bound"])
+        return plain(*args, **options)
+
+    monkeypatch.setattr("k3_teach.parts.kda_layer.chunk_kda", watched)
+    k3.KDA(16, 2, 8, gate_lower_bound=bound)(torch.zeros(1, 3, 16))
+    assert seen == [bound]

@@ -4,7 +4,7 @@ A case is made when its turn comes and let go after it, with all its tensors.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,9 @@ class Case:
     operations and moves `bytes` at least (counted, not measured; None: not counted), and
     handles `tokens`, if a rate is wanted. What they return is compared before, within
     `tolerance` of the largest number, or by `check`. `floors` compute nothing and are
-    timed beside them, such as a copy of the same bytes. `not_run` says why someone sits
-    this size out. `seconds` and `rounds` go to `race`.
+    timed beside them, such as a copy of the same bytes. `foreign` names those of other
+    packages, whose disagreement is theirs: they are left out. `not_run` says why someone
+    sits this size out. `seconds` and `rounds` go to `race`.
     """
 
     group: str                                      # the table in which it stands
@@ -38,6 +39,7 @@ class Case:
     tolerance: float = 1e-4
     check: Callable[[dict[str, Any]], None] | None = None
     floors: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    foreign: Collection[str] = ()
     not_run: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 2.0
     rounds: int = 15
@@ -47,16 +49,22 @@ class Case:
         if self.check is not None:
             return self.check(results)
         for name, result in results.items():
-            error = distance(result, results[self.ours])
-            if not error <= self.tolerance:
-                raise Disagreement(f"{self.group}, {self.name}: {name} and {self.ours} differ by "
-                                   f"{error:.1e} of the largest number; "
-                                   f"allowed is {self.tolerance:.1e}")
+            if differs := self.difference(result, results[self.ours]):
+                raise Disagreement(f"{self.group}, {self.name}: {name} and {self.ours} {differs}")
+
+    def difference(self, result: Any, ours: Any) -> str:
+        """In words; empty if it is allowed."""
+        error = distance(result, ours)
+        return "" if error <= self.tolerance else (
+            f"differ by {error:.1e} of the largest number; allowed is {self.tolerance:.1e}")
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One row of numbers that are not times, such as bytes of memory, by contender."""
+    """One row of numbers that are not times, such as bytes of memory, by contender.
+
+    `parts` names those that are parts of ours, no rivals; `not_run` as in a `Case`.
+    """
 
     group: str
     name: str
@@ -64,6 +72,8 @@ class Quantity:
     ours: str
     unit: str = "MB"
     note: str = ""
+    parts: Collection[str] = ()
+    not_run: Mapping[str, str] = field(default_factory=dict)
 
 
 def distance(a: Any, b: Any) -> float:

@@ -4,58 +4,22 @@ A row is built when its turn comes and let go after it: some need most of the me
 of it runs without gradients, but for what asks for them.
 """
 
-import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import k3_teach as k3
-from benchmarks.baselines.attn_res import direct_reads
-from benchmarks.cases.attn_res import stream_reads
-from k3_teach.model import make_activation, make_mixer
+from benchmarks.gpu_layers import depth, layers
+from benchmarks.gpu_work import Refused, Row, Sizes, Work, normal, off
+from k3_teach.model import make_activation
 from k3_teach.parts.attention import attention_weights
 from k3_teach.parts.kda_fla import fla_kda, fla_refuses
 from k3_teach.parts.kda_step import step_kda
 from k3_teach.parts.mla import expand
 from k3_teach.parts.moe import experts_few
-from k3_teach.scale import cost, flops
-
-
-class Refused(Exception):
-    """Why a row cannot be run here, in a few words."""
-
-
-@dataclass
-class Work:
-    """One call, its FLOPs and bytes as `scale.flops` counts them, and its largest error on
-    a small slice, relative to the largest number of the same in float64."""
-
-    call: Callable[[], object]
-    flops: int
-    bytes: int | None = None
-    error: Callable[[], float] | None = None
-    note: str = ""
-
-
-Row = tuple[str, Callable[[], Work]]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is run; the widths come from the configuration."""
-
-    kda: tuple[int, ...] = (4096, 16384)
-    contexts: tuple[int, ...] = (8192, 32768, 131072)
-    expert_tokens: tuple[int, ...] = (1, 16, 256, 2048)
-    depth_tokens: tuple[int, ...] = (1, 1024)
-    layer: int = 8192
-    slice: int = 256
-
-
-QUICK = Sizes((24, 40), (24, 40), (1, 20), (1, 3), 24, 20)
+from k3_teach.scale import flops
 
 
 def rows(c: k3.K3Config, device: torch.device, sizes: Sizes) -> Iterator[Row]:
@@ -72,17 +36,6 @@ def rows(c: k3.K3Config, device: torch.device, sizes: Sizes) -> Iterator[Row]:
     yield from layers(c, device, sizes)
     yield (f"KDA forward, T {sizes.kda[0]}, ours compiled",
            lambda: kda_work(c, device, sizes, sizes.kda[0], compiled(device)))
-
-
-def normal(device, *shape: int) -> Tensor:
-    return torch.randn(*shape, device=device, dtype=torch.bfloat16)
-
-
-def off(actual, exact) -> float:
-    """max |a - e| / max |e|, over tensors or pairs of them."""
-    if isinstance(exact, (tuple, list)):
-        return max(off(a, e) for a, e in zip(actual, exact))
-    return ((actual.double() - exact).abs().max() / exact.abs().max()).item()
 
 
 # --- KDA ------------------------------------------------------------------------------
@@ -119,7 +72,7 @@ def kda_work(c, device, sizes: Sizes, T: int, way, backward: bool = False, state
     a, args = c.linear_attn_config, kda_inputs(c, device, T) + ([] if state is None else [state])
     shape = a.num_heads, a.head_dim, a.head_dim
     count = flops.kda_step_flops(1, *shape) if T == 1 else flops.kda_chunk_flops(T, *shape)
-    moved = flops.kda_bytes(1, T, *shape, size=4 if T == 1 else 2)     # the state is float32
+    moved = kda_moved(T, *shape)
 
     def result(way, xs):
         if not backward:
@@ -133,6 +86,11 @@ def kda_work(c, device, sizes: Sizes, T: int, way, backward: bool = False, state
         return off(result(way, part), result(k3.recurrent_kda, [x.double() for x in part]))
     return Work(lambda: result(way, args), 3 * count if backward else count,
                 None if backward else moved, error)
+
+
+def kda_moved(T: int, heads: int, K: int, V: int) -> int:
+    """Bytes: q, k, v and o in bfloat16; g, beta and the state, there and back, in float32."""
+    return 4 * T * heads * (K + V) + 4 * (T * heads * (K + 1) + 2 * heads * K * V)
 
 
 def kda_prefill(c, device, sizes: Sizes, T: int) -> Iterator[Row]:
@@ -167,32 +125,45 @@ def plain_products(q, latent, kv_b, v_dim, scale):
 
 def mla(c, device, sizes: Sizes, S: int) -> Iterator[Row]:
     H, N, R = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
-    L, V, scale = c.kv_lora_rank, c.v_head_dim, c.qk_head_dim ** -0.5
-    parts = lambda T, S, heads: (normal(device, 1, heads, T, N + R), normal(device, 1, S, L + R),
-                                 normal(device, heads, N + V, L) / L ** 0.5)
-
-    def work(way, T, count, moved=None):
-        def error():
-            args = parts(min(T, sizes.slice), sizes.slice, 2)
-            exact = k3.mla_expanded(*(x.double() for x in args), V, scale)
-            return off(way(*args, V, scale), exact)
-        args = parts(T, S, H)
-        return Work(lambda: way(*args, V, scale), count, moved, error)
-
-    def over_expanded_cache():
-        q, latent, kv_b = parts(1, S, H)
-        k, v = (x.contiguous() for x in expand(latent, kv_b, V))
-        count = flops.attention_flops(1, S, H, N + R, V)
-        return Work(lambda: k3.attention(q, k, v, scale), count, k.nbytes + v.nbytes)
-
+    L, V = c.kv_lora_rank, c.v_head_dim
     prefill = flops.mla_expand_flops(S, H, L, N, V) + flops.attention_flops(S, S, H, N + R, V)
     decode = flops.mla_absorbed_flops(1, S, H, L, R, N, V)
     moved = flops.mla_absorbed_bytes(S, H, L, R, N, V, size=2)
-    yield f"MLA prefill, T {S}, expanded", lambda: work(k3.mla_expanded, S, prefill)
+    yield (f"MLA prefill, T {S}, expanded",
+           lambda: mla_work(c, device, sizes, S, S, k3.mla_expanded, prefill))
     for name, way in (("absorbed", k3.mla_absorbed), ("absorbed, plain products", plain_products)):
         yield (f"MLA, one token, S {S}, {name}",
-               lambda way=way: work(way, 1, decode, moved))
-    yield f"MLA, one token, S {S}, keys and values cached", over_expanded_cache
+               lambda way=way: mla_work(c, device, sizes, 1, S, way, decode, moved))
+    yield (f"MLA, one token, S {S}, keys and values cached",
+           lambda: over_expanded_cache(c, device, S))
+
+
+def mla_inputs(c, device, T: int, S: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of T tokens, the latents of S, and the matrices that expand them."""
+    width, L = c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank
+    return (normal(device, 1, heads, T, c.qk_head_dim),
+            normal(device, 1, S, L + c.qk_rope_head_dim),
+            normal(device, heads, width, L) / L ** 0.5)
+
+
+def mla_work(c, device, sizes: Sizes, T: int, S: int, way, count: int, moved: int | None = None
+             ) -> Work:
+    last = c.v_head_dim, c.qk_head_dim ** -0.5      # arguments of every way
+
+    def error():
+        part = mla_inputs(c, device, min(T, sizes.slice), sizes.slice, 2)
+        return off(way(*part, *last), k3.mla_expanded(*(x.double() for x in part), *last))
+    args = mla_inputs(c, device, T, S, c.num_attention_heads)
+    return Work(lambda: way(*args, *last), count, moved, error)
+
+
+def over_expanded_cache(c, device, S: int) -> Work:
+    """Every head's keys and values kept; two products, since no kernel takes both widths."""
+    H, V, scale = c.num_attention_heads, c.v_head_dim, c.qk_head_dim ** -0.5
+    q, latent, kv_b = mla_inputs(c, device, 1, S, H)
+    k, v = (x.contiguous() for x in expand(latent, kv_b, V))
+    count = flops.attention_flops(1, S, H, c.qk_head_dim, V)
+    return Work(lambda: (q @ k.mT * scale).softmax(-1) @ v, count, k.nbytes + v.nbytes)
 
 
 # --- experts --------------------------------------------------------------------------
@@ -244,55 +215,3 @@ def experts(c, device, N: int) -> Iterator[Row]:
         ways["loop with masks"] = k3.experts_loop
     for name, way in ways.items():
         yield f"experts, tokens {N}, {name}", lambda way=way: experts_work(c, device, N, way)
-
-
-# --- depth reads and whole layers -----------------------------------------------------
-
-def depth(c, device, N: int) -> Iterator[Row]:
-    n, block, d = 2 * c.num_hidden_layers, 2 * c.attn_res_block_size, c.hidden_size
-
-    def work(way):
-        x, *outputs = normal(device, n + 1, N, d)
-        queries = normal(device, n + 1, d) * d ** -0.5
-        exact = lambda: way(x[:1].double(), [y[:1].double() for y in outputs], queries.double())
-        part = lambda: way(x[:1], [y[:1] for y in outputs], queries)
-        count = flops.depth_flops(N, d, flops.depth_sources(n, block))
-        return Work(lambda: way(x, outputs, queries), count,
-                    flops.depth_bytes(N, d, n, block, size=2), lambda: off(part(), exact()))
-    two = lambda x, ys, queries: stream_reads(x, ys, queries, block)
-    direct = lambda x, ys, queries: direct_reads(x, ys, queries, block, k3.attn_res)
-    yield f"AttnRes, {n + 1} reads, tokens {N}, two phases", lambda: work(two)
-    yield f"AttnRes, {n + 1} reads, tokens {N}, a stack at each", lambda: work(direct)
-
-
-def layers(c, device, sizes: Sizes) -> Iterator[Row]:
-    """One mixer of each kind, with its projections, as the model calls it."""
-    a, S, H = c.linear_attn_config, sizes.layer, c.num_attention_heads
-    kinds = [next(i for i in range(c.num_hidden_layers) if c.is_kda(i) == kda)
-             for kda in (True, False)]
-    weights = (cost.kda_parameters(c)[0], cost.mla_parameters(c))
-    pair = (c.qk_head_dim, c.v_head_dim)
-    inside = (lambda T: flops.kda_chunk_flops(T, a.num_heads, a.head_dim, a.head_dim),
-              lambda T: flops.attention_flops(T, S, H, *pair))
-
-    def work(which, T):
-        with torch.device(device):
-            layer = make_mixer(c, kinds[which]).to(torch.bfloat16)
-        x = normal(device, 1, T, c.hidden_size)
-        state = k3.LatentCache() if which else k3.KDAState()
-        if T == 1:
-            layer(normal(device, 1, S - 1 if which else 8, c.hidden_size), state=state)
-
-        def call():
-            before = state.snapshot()
-            layer(x, state=state)
-            state.restore(before)
-
-        def error():
-            part = normal(device, 1, 16, c.hidden_size)
-            return off(layer(part), copy.deepcopy(layer).double()(part.double()))
-        return Work(call, 2 * T * weights[which] + inside[which](T), 2 * weights[which], error)
-
-    for which, name in enumerate(("KDA", "MLA")):
-        yield f"{name} layer, prefill of {S}", lambda which=which: work(which, S)
-        yield f"{name} layer, one token" + f" after {S}" * which, lambda which=which: work(which, 1)

@@ -23,6 +23,7 @@ def plot(result: dict, path: Path) -> None:
         for axis, (group, rows) in zip(axes, panels.items()):
             draw(axis, group, rows)
         axes[-1].xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axes[0].tick_params(top=True, labeltop=True)        # it is longer than a screen
         axes[-1].set_xlabel("time or memory, as a multiple of this package's (logarithmic)")
         figure.savefig(path, transparent=True, format="svg", metadata={
             "Title": "Benchmarks", "Description": describe(panels), "Date": None})
@@ -38,9 +39,9 @@ def by_group(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def others(row: dict) -> dict[str, dict]:
-    """Ratios of those that are not ours, by name."""
+    """Ratios of the rivals, by name: not of ours, nor of its parts or floors."""
     return {name: entry["ratio"] for name, entry in row["contenders"].items()
-            if name != row["ours"] and "ratio" in entry}
+            if name not in (row["ours"], *row.get("aside", ())) and "ratio" in entry}
 
 
 def draw(axis: Axes, group: str, rows: list[dict]) -> None:

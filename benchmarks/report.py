@@ -3,13 +3,12 @@
 import json
 from pathlib import Path
 
-from benchmarks.plot import plot
-
 UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def write(result: dict, folder: Path) -> str:
     """Write result.json, table.md and plot.svg into `folder`; give the table."""
+    from benchmarks.plot import plot        # takes matplotlib, which `command` looks for first
     text = table(result)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(text, encoding="utf-8")
@@ -69,7 +68,7 @@ def _cell(row: dict, name: str) -> str:
     """Ours with its quartiles; another as how many times ours; or why it was not run."""
     if name not in row["contenders"]:
         reason = row.get("not_run", {}).get(name)
-        return f"not run: {reason}" if reason else ""
+        return "" if "failed" in row else f"not run: {reason}" if reason else "not run"
     entry = row["contenders"][name]
     if name != row["ours"] and "ratio" in entry:
         return f"{_digits(entry['ratio']['median'])}x"

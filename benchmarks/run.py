@@ -1,4 +1,8 @@
-"""From cases to rows: plain dictionaries, as they are stored in `result.json`."""
+"""From cases to rows: plain dictionaries, as they are stored in `result.json`.
+
+A row's `contenders` have times or numbers by name, `ours` among them; those in `aside` are
+no rivals, but floors or parts of ours. `not_run` says why someone has none.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -75,7 +79,8 @@ def timed(case: Case, floors: Floors, quick: bool) -> dict:
         contenders[name] = asdict(result.seconds(name)) | {
             "rounds": len(times), "ratio": asdict(result.ratio(name, case.ours))}
     row = {"group": case.group, "name": case.name, "ours": case.ours, "unit": "s",
-           "clock": result.clock, "contenders": contenders, "not_run": {**case.not_run, **refused}}
+           "clock": result.clock, "contenders": contenders, "aside": list(case.floors),
+           "not_run": {**case.not_run, **refused}}
     median = contenders[case.ours]["median"]
     if case.flops:
         row |= {"flops": case.flops, "of_matmul": case.flops / median / floors.matmul()}
@@ -96,6 +101,10 @@ def agreement(case: Case) -> dict[str, str]:
             if name == case.ours:
                 raise
             refused[name] = first_line(error)
+    for name in set(case.foreign) & set(results):
+        if differs := case.difference(results[name], results[case.ours]):
+            refused[name] = f"it and ours {differs}"
+            del results[name]
     case.agree(results)
     return refused
 
@@ -110,4 +119,5 @@ def quantity(case: Quantity) -> dict:
     contenders = {name: {"median": value, "ratio": {"median": value / ours}}
                   if ours else {"median": value} for name, value in case.values.items()}
     return {"group": case.group, "name": case.name, "ours": case.ours, "unit": case.unit,
-            "note": case.note, "contenders": contenders, "not_run": {}}
+            "note": case.note, "contenders": contenders, "aside": list(case.parts),
+            "not_run": dict(case.not_run)}

@@ -37,14 +37,15 @@ def _chunks(q, k, v, g, beta, scores, inverse):
     A = (beta * scores(k, k, G)).tril(-1)                           # [B, H, N, C, C]
     attend = scores(q, k, G).tril()
     solve = inverse(A) * beta.mT
-    wanted, known = solve @ v, solve @ (k * G.exp())
     last = G[..., -1:, :]                                           # [B, H, N, 1, K]
+    parts = (solve @ v, solve @ (k * G.exp()), q * G.exp(), attend,
+             k * (last - G).exp(), last.exp())
     S, out = q.new_zeros(B, H, K, V), []
-    for n in range(T // CHUNK):
-        u = wanted[:, :, n] - known[:, :, n] @ S
-        out.append((q * G.exp())[:, :, n] @ S + attend[:, :, n] @ u)
-        keys = k[:, :, n] * (last - G)[:, :, n].exp()
-        S = S * last[:, :, n].exp().mT + keys.mT @ u
+    # Taken apart once: a slice of its own for each chunk has a gradient of the whole text.
+    for wanted, known, query, weights, keys, decay in zip(*(x.unbind(2) for x in parts)):
+        u = wanted - known @ S
+        out.append(query @ S + weights @ u)
+        S = S * decay.mT + keys.mT @ u
     return torch.stack(out, 2).flatten(2, 3).transpose(1, 2), S
 
 

@@ -21,8 +21,9 @@ def expanded_step(q: Tensor, new: Tensor, kv_b: Tensor, keys: Tensor, values: Te
     """One new token: its key and value take the last place in the cache, then it reads.
 
     q [B,H,1,N+R], new [B,1,L+R], kv_b [H,N+V,L], keys [B,H,S,N+R], values [B,H,S,V]
-    -> [B,H,1,V].
+    -> [B,H,1,V]. Keys and values are contiguous, as a cache holds them. The scores stand
+    as a column: a matrix times a vector reads the keys in their order, and is twice as fast.
     """
     k, v = expand(new, kv_b, values.shape[-1])
     keys[:, :, -1:], values[:, :, -1:] = k, v
-    return (q @ keys.mT * scale).softmax(-1) @ values
+    return (keys @ q.mT * scale).softmax(-2).mT @ values

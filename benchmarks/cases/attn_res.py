@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.baselines.attn_res import direct_reads
+from benchmarks.baselines.attn_res import direct_reads, read_without_keys
 from benchmarks.case import Case, with_gradients
 from k3_teach.parts.attn_res import TwoPhaseStream, attn_res
 from k3_teach.scale.flops import depth_bytes, depth_flops, depth_sources
 
-OURS, BASELINE, EPS = "two phases", "stack at each read", 1e-5
+OURS, EPS = "two phases", 1e-5
+READS = {"stack at each read": read_without_keys, "stack, by definition": attn_res}
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -37,7 +38,8 @@ def reads(layers: int, block: int, tokens: int, d: int, backward: bool = False) 
     x, *outputs = torch.randn(n + 1, tokens, d)
     queries = torch.randn(n + 1, d) * d ** -0.5
     ways = {OURS: lambda x, queries, *ys: stream_reads(x, ys, queries, size),
-            BASELINE: lambda x, queries, *ys: direct_reads(x, ys, queries, size, attn_res)}
+            **{name: lambda x, queries, *ys, read=read: direct_reads(x, ys, queries, size, read)
+               for name, read in READS.items()}}
     inputs = (x, queries, *outputs)
     flops = depth_flops(tokens, d, depth_sources(n, size))
     name = f"{layers} layers, N {tokens}, d {d}"

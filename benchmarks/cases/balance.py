@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.baselines.balance import sorted_quantile
+from benchmarks.baselines.balance import selected, sorted_quantile
 from benchmarks.case import Case, Disagreement
 from k3_teach.parts.balance import QuantileHistogram, margins, quantile_bias
 from k3_teach.scale.flops import balance_bytes
@@ -31,7 +31,7 @@ def update(tokens: int, experts: int, k: int) -> Case:
     def check(results):
         """The exact ones to rounding, the counted one within a bin of its histogram."""
         bin, exact = QuantileHistogram(bias).width, results[OURS]
-        for name, allowed in (("torch.quantile", 1e-6), ("histogram", 2 * bin)):
+        for name, allowed in (("torch.quantile", 1e-6), ("kthvalue", 1e-6), ("histogram", 2 * bin)):
             error = float((results.get(name, exact) - exact).abs().max())
             if not error <= allowed:
                 raise Disagreement(f"{name} is {error:.1e} away; allowed is {allowed:.1e}")
@@ -39,5 +39,6 @@ def update(tokens: int, experts: int, k: int) -> Case:
     return Case("Quantile balancing", f"N {tokens}, {experts} choose {k}", {
         OURS: lambda: quantile_bias(scores, bias, k),
         "histogram": lambda: counted(scores, bias, k),
-        "torch.quantile": lambda: sorted_quantile(scores, bias, k)},
+        "torch.quantile": lambda: sorted_quantile(scores, bias, k),
+        "kthvalue": lambda: selected(scores, bias, k)},
         OURS, bytes=balance_bytes(tokens, experts), tokens=tokens, check=check)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch.func import functional_call
 
-from benchmarks.baselines.experts import indexed_loop
+from benchmarks.baselines.experts import indexed_loop, sorted_loop
 from benchmarks.case import Case, with_gradients
 from k3_teach.parts.moe import Experts, experts_loop
 from k3_teach.parts.situ import Activation
 from k3_teach.scale.flops import BACKWARD, experts_bytes, experts_flops
 
 OURS, INNER = "Experts", 128
-LOOPS = {"loop with masks": experts_loop, "loop, W[e]": indexed_loop}
+LOOPS = {"loop with masks": experts_loop, "loop, W[e]": indexed_loop, "sorted loop": sorted_loop}
 K3, SMALL = (896, 16), (64, 4)              # experts, chosen
 
 

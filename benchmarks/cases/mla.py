@@ -40,7 +40,7 @@ def decode(S: int) -> Case:
     q = torch.randn(1, H, 1, N + R, generator=draw)
     latent = torch.randn(1, S, L + R, generator=draw)
     kv_b = torch.randn(H, N + V, L, generator=draw) * L ** -0.5
-    keys, values = expand(latent, kv_b, V)
+    keys, values = (x.contiguous() for x in expand(latent, kv_b, V))
     new = latent[:, -1:]
     contenders = {
         "mla_absorbed": lambda: mla_absorbed(q, latent, kv_b, V, SCALE),

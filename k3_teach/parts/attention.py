@@ -68,7 +68,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float,
         raise InputError(f"q, k, v end in {ends}; they must end in [T, K], [S, K], "
                          "[S, V] with T at most S")
     wide = max(q.shape[-1], V)
-    q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (F.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x
+               for x in (q, k, v))
     if mask is None and 1 < T < S:
         mask = causal_mask(T, S, device=q.device)
     causal = mask is None and T == S > 1

@@ -48,8 +48,8 @@ def spread(values: list[float]) -> Spread:
 class Race:
     """Seconds of one call for every contender, round by round.
 
-    A slow one may have left early, so its list is shorter; rounds still stand side by
-    side. `clock` says what was read.
+    A slow one may have left early, after three rounds or more, so its list is shorter;
+    rounds still stand side by side. `clock` says what was read.
     """
 
     times: dict[str, list[float]]
@@ -70,8 +70,8 @@ def race(contenders: dict[str, Callable], rounds: int = 15, seconds: float = 3.0
 
     Each is called beforehand, which warms it up and shows how many calls a reading of
     the clock should cover. Then come at most `rounds` rounds, in an order that `seed`
-    shuffles. A contender leaves when it has used its share of `seconds` in three rounds
-    or more, or all of `seconds`. `clock` None: the CPU time of this thread when
+    shuffles. A contender leaves when it has used its share of `seconds`, after three
+    rounds at the earliest, however long they take. `clock` None: the CPU time of this thread when
     `threads` is 1, else wall time. InputError for no contender, and for numbers below 1
     (`rounds`, `threads`) or not above 0 (`seconds`).
     """
@@ -91,8 +91,7 @@ def race(contenders: dict[str, Callable], rounds: int = 15, seconds: float = 3.0
                 taken = _time(contenders[who], repeats[who], clock)
                 times[who].append(taken)
                 used[who] += taken * repeats[who]
-            racing = [who for who in racing if used[who] < seconds
-                      and (len(times[who]) < 3 or used[who] < share)]
+            racing = [who for who in racing if len(times[who]) < 3 or used[who] < share]
     return Race(times, name)
 
 

@@ -7,15 +7,18 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import k3_teach as k3
 from benchmarks import report
-from benchmarks.__main__ import GROUPS
-from benchmarks.baselines.attn_res import direct_reads
-from benchmarks.baselines.balance import sorted_quantile
+from benchmarks.command import GROUPS
+from benchmarks.baselines.attn_res import direct_reads, read_without_keys
+from benchmarks.baselines.balance import selected, sorted_quantile
+from benchmarks.baselines.experts import indexed_loop, sorted_loop
 from benchmarks.baselines.kda import chunk_by_columns, chunk_by_tiles
 from benchmarks.case import Case, Disagreement, Quantity, distance, with_gradients
-from benchmarks.cases import kda
+from benchmarks.cases import experts, kda
 from benchmarks.run import Floors, measure
 
 EMPTY = {"date": "", "machine": {}, "floors": {"matmul_flops": None, "copy_bytes_per_second": {}}}
@@ -101,9 +104,16 @@ def test_a_contender_may_refuse_a_size(floors):
     assert set(row["contenders"]) == {"ours"}
 
 
+def test_another_package_that_disagrees_is_left_out(floors):
+    x = torch.ones(3)
+    contenders = {"ours": lambda: x, "theirs": lambda: x + 1e-3, "good": lambda: x}
+    row, = measure([one(contenders, foreign={"theirs", "good"})], floors, quick=True)
+    assert set(row["contenders"]) == {"ours", "good"} and row["not_run"]["theirs"].startswith("it and ours differ by 1.0e-03")
+
+
 def test_floors_are_timed_but_not_compared(floors):
     row, = measure([one({"ours": lambda: torch.ones(1)}, floors={"copy": lambda: None})], floors, quick=True)
-    assert set(row["contenders"]) == {"ours", "copy"}
+    assert set(row["contenders"]) == {"ours", "copy"} and row["aside"] == ["copy"]
 
 
 def test_quantities(floors):
@@ -141,12 +151,39 @@ def test_textbook_chunks_are_the_recurrence(form, gate):
     assert distance(theirs, ours) < 1e-9
 
 
+@pytest.mark.parametrize("form", [chunk_by_columns, chunk_by_tiles, k3.recurrent_kda])
+@pytest.mark.parametrize("backward", [False, True])
+def test_twice_the_text_makes_twice_the_bytes(form, backward):
+    """A slice of the whole text for every chunk would make it four times as many."""
+    short, long = (made(form, backward, T) for T in (512, 1024))
+    assert 1.97 * short < long < 2.03 * short
+
+
+def made(form, backward, T):
+    """Bytes of all new tensors, whether they are kept or not."""
+    x = kda.inputs(1, T, 1, 8)
+    with Written() as written:
+        (with_gradients(form, *x) if backward else lambda: form(*x))()
+    return written.nbytes
+
+
+class Written(TorchDispatchMode):
+    nbytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        known = {y.untyped_storage()._cdata for y in tree_leaves((args, kwargs)) if isinstance(y, torch.Tensor)}
+        self.nbytes += sum(y.nbytes for y in tree_leaves(out) if isinstance(y, torch.Tensor) and y.untyped_storage()._cdata not in known)
+        return out
+
+
 @pytest.mark.parametrize("block", [1, 2, 5, 24])
-def test_direct_reads_are_those_of_the_stream(block):
-    x, *outputs = torch.randn(11, 3, 8, dtype=torch.float64)
+@pytest.mark.parametrize("read, tokens", [(k3.attn_res, 3), (read_without_keys, 3), (read_without_keys, 64)])
+def test_direct_reads_are_those_of_the_stream(block, read, tokens):
+    x, *outputs = torch.randn(11, tokens, 8, dtype=torch.float64)
     queries = torch.randn(11, 8, dtype=torch.float64)
     stream = k3.BlockStream(x)
-    for i, mixture in enumerate(direct_reads(x, outputs, queries, block, k3.attn_res)):
+    for i, mixture in enumerate(direct_reads(x, outputs, queries, block, read)):
         assert_close(mixture, stream.read(queries[i]))
         if i % block == 0 and i < 10:
             stream.seal()
@@ -158,7 +195,24 @@ def test_direct_reads_are_those_of_the_stream(block):
 @pytest.mark.parametrize("N, E, k", [(100, 16, 3), (57, 8, 1), (33, 12, 5)])
 def test_torch_quantile_takes_the_same_rank(N, E, k):
     scores, bias = torch.rand(N, E, dtype=torch.float64), 0.1 * torch.randn(E, dtype=torch.float64)
-    assert_close(sorted_quantile(scores, bias, k), k3.quantile_bias(scores, bias, k))
+    for form in (sorted_quantile, selected):
+        assert_close(form(scores, bias, k), k3.quantile_bias(scores, bias, k))
+
+
+@pytest.mark.parametrize("N, E, k", [(12, 4, 2), (8, 16, 4), (16, 16, 1)])
+def test_selection_has_the_rank_where_it_is_whole(N, E, k):
+    scores, bias = torch.rand(N, E, dtype=torch.float64), 0.1 * torch.randn(E, dtype=torch.float64)
+    assert_close(selected(scores, bias, k), k3.quantile_bias(scores, bias, k))
+
+
+@pytest.mark.parametrize("loop", [indexed_loop, sorted_loop])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_loops_over_experts_are_the_definition(loop, tokens):
+    layer, idx, x = experts.inputs(12, 3, tokens, 8)
+    x = [y.double() for y in x]
+    one, other = (with_gradients(lambda x, p, *w, f=f: f(x, idx, p, *w, layer.act), *x)() for f in (loop, k3.experts_loop))
+    assert distance(one, other) < 1e-12
+    assert distance(loop(x[0], idx, *x[1:], layer.act), other[0][0]) < 1e-12        # without gradients
 
 
 def test_other_packages_are_asked_by_their_conventions(monkeypatch, floors):
@@ -173,6 +227,7 @@ def test_other_packages_are_asked_by_their_conventions(monkeypatch, floors):
         monkeypatch.setitem(sys.modules, name, fakes.get(name, ModuleType(name)))
     row, = measure([kda.prefill(1, 64, 2, 8)], floors, quick=True)
     assert "failed" not in row and {"fla, naive", "transformers"} <= set(row["contenders"])
+    assert kda.prefill(1, 4096, 4, 128).not_run["transformers"] == "too slow"
 
 
 def test_no_other_package_is_needed(monkeypatch):

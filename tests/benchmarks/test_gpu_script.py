@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_rows
+from benchmarks import gpu, gpu_layers, gpu_rows, gpu_work
 
 MISSING = ("it runs on CUDA only", "the compiler is tried on a GPU only")
 
@@ -43,8 +43,34 @@ def test_an_error_is_seen_in_the_table(monkeypatch, capsys):
     assert float(row[8]) == pytest.approx(1, abs=0.1)
 
 
+def test_depth_reads_are_held_against_the_definition(monkeypatch):
+    monkeypatch.setattr(gpu_layers, "stream_reads", lambda *args: [2 * h for h in gpu_layers.direct_reads(*args, gpu.k3.attn_res)])
+    (_, two), (_, direct) = gpu_layers.depth(gpu.k3.K3Config.toy(), torch.device("cpu"), 3)
+    assert two().error() == pytest.approx(1, abs=0.1) and direct().error() < 0.03
+
+
+@pytest.mark.parametrize("T", [1, 24])
+def test_bytes_of_kda_are_those_of_its_tensors(T):
+    c = gpu.k3.K3Config.toy()
+    q, k, v, g, beta = gpu_rows.kda_inputs(c, torch.device("cpu"), T)
+    o, S = gpu_rows.ours(q, k, v, g, beta)
+    assert (v.dtype, S.dtype) == (torch.bfloat16, torch.float32)
+    moved = sum(x.nbytes for x in (q, k, v, g, beta, o.to(v.dtype), S, S))
+    assert gpu_rows.kda_moved(T, *S.shape[1:]) == moved
+
+
+def test_a_cache_of_keys_and_values_is_the_same_attention(monkeypatch):
+    """The operands are drawn once and kept."""
+    c, drawn = gpu.k3.K3Config.toy(), []
+    real = gpu_rows.mla_inputs
+    monkeypatch.setattr(gpu_rows, "mla_inputs", lambda *args: drawn.append(real(*args)) or drawn[0])
+    actual = gpu_rows.over_expanded_cache(c, torch.device("cpu"), 20).call()
+    exact = gpu.k3.mla_expanded(*(x.double() for x in drawn[0]), c.v_head_dim, c.qk_head_dim ** -0.5)
+    assert gpu_work.off(actual, exact) < 0.03
+
+
 @pytest.mark.parametrize("error, reason", [
-    (torch.cuda.OutOfMemoryError("tried to allocate 59 GB"), "out of memory"), (gpu_rows.Refused("too old"), "too old"),
+    (torch.cuda.OutOfMemoryError("tried to allocate 59 GB"), "out of memory"), (gpu_work.Refused("too old"), "too old"),
     (RuntimeError("no kernel image\nlong story"), "RuntimeError: no kernel image"), (ValueError(), "ValueError: ")])
 def test_a_row_that_fails_says_why(error, reason):
     def build():
@@ -85,5 +111,5 @@ def test_experts_that_fit(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (int(free), int(free)))
         assert gpu_rows.experts_that_fit(config, cuda) == expected
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 ** 9, 10 ** 9))
-    with pytest.raises(gpu_rows.Refused, match="room for 12 experts; a token uses 16"):
+    with pytest.raises(gpu_work.Refused, match="room for 12 experts; a token uses 16"):
         gpu_rows.experts_that_fit(config, cuda)

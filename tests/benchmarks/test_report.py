@@ -2,12 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks import __main__ as command
-from benchmarks import report
+from benchmarks import command, report
 from benchmarks.run import SMALLEST_COPY, Floors
 from k3_teach.notebook.palette import INK, PALETTE
 
@@ -22,7 +23,8 @@ ROWS = [
      "contenders": {"fast": entry(2e-3, 1), "slow": entry(0.025, 12.5)}},
     {"group": "Alpha", "name": "large", "ours": "fast", "unit": "s", "not_run": {"slow": "minutes"}, "contenders": {"fast": entry(3.0, 1)}},
     {"group": "Beta", "name": "memory", "ours": "fast", "unit": "MB", "note": "beyond the weights", "not_run": {},
-     "contenders": {"fast": {"median": 12.0, "ratio": {"median": 1.0}}, "other": {"median": 48.0, "ratio": {"median": 4.0}}}},
+     "aside": ["its half"], "contenders": {"fast": {"median": 12.0, "ratio": {"median": 1.0}}, "its half": {"median": 6.0, "ratio": {"median": 0.5}},
+                                           "other": {"median": 48.0, "ratio": {"median": 4.0}}}},
     {"group": "Beta", "name": "broken", "ours": "fast", "contenders": {}, "failed": "they differ"},
 ]
 RESULT = {"date": "2030-01-02", "quick": True, "machine": {"processor": "P", "torch": "T"}, "rows": ROWS,
@@ -35,8 +37,8 @@ def test_the_table():
     assert "At best: 100 GFLOP/s in float32 products; 50 GB/s copying 1 MiB." in text
     assert "| small | 2 ms (1.8-2.2) | 12.5x | 25% | 12,346 |" in text
     assert "| large | 3 s (2.7-3.3) | not run: minutes |  |  |" in text
-    assert "| memory (beyond the weights) | 12 MB | 4x |" in text
-    assert "| broken | they differ |  |" in text
+    assert "| memory (beyond the weights) | 12 MB | 0.5x | 4x |" in text
+    assert "| broken | they differ |  |  |" in text
     for table in text.split("## ")[1:]:
         assert len({line.count("|") for line in table.splitlines() if "|" in line}) == 1
 
@@ -57,6 +59,7 @@ def test_the_plot_says_what_it_shows_and_stands_on_any_page(tmp_path):
     svg = (tmp_path / "plot.svg").read_text(encoding="utf-8")
     description = next(e.text for e in ET.fromstring(svg).iter() if e.tag.endswith("}description"))
     assert "Alpha: slow 12 to 12" in description and "Beta: other 4 to 4" in description
+    assert "its half" not in svg and svg.count("<!-- 10 -->") == 2          # at the top and at the bottom
     for words in ("small", "slow", "Alpha", "memory", "other", "large"):
         assert (f"<!-- {words} -->" in svg) == (words != "large")       # it has nothing beside it
     allowed = {colour.lower() for colour in (*PALETTE.values(), INK)}
@@ -76,7 +79,7 @@ def test_a_plot_of_nothing(tmp_path):
 # --- the command ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--only", "kda,nothing"], "'nothing' is none of"), (["--threads", "0"], "--threads is 0; it must be at least 1"),
+    (["--only", "kda,nothing"], "'nothing' is none of"), (["--threads", "0"], "--threads is 0; it must be from 1 to"), (["--threads", "100000"], "--threads is 100000; it must be from 1 to"),
     (["--threads", "many"], "invalid int value"), (["--output", "{file}/x"], "the folder cannot be made")])
 def test_a_mistake_gets_one_sentence(arguments, said, tmp_path, capsys):
     (tmp_path / "file").write_text("")
@@ -91,6 +94,30 @@ def test_a_mistake_gets_one_sentence(arguments, said, tmp_path, capsys):
 def test_what_is_unwritable_is_said_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(command.os, "access", lambda *_: False)
     assert "not writable" in command.unwritable(tmp_path)
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        command.parse(["--output", str(tmp_path)])
+    assert "matplotlib is not installed" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_matplotlib_is_loaded_by_the_plot_only():
+    code = "import sys, benchmarks.command; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_groups_may_be_spaced_and_repeated():
+    assert command.group_names("mla, kda ,mla") == ["mla", "kda"]
+
+
+def test_an_early_interruption_has_its_status_too():
+    code = ("import builtins, runpy\nreal = builtins.__import__\n"
+            "def stop(name, *rest, **more):\n    if name == 'benchmarks.command': raise KeyboardInterrupt\n    return real(name, *rest, **more)\n"
+            "builtins.__import__ = stop\nrunpy.run_module('benchmarks', run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 130 and not done.stderr
 
 
 def run(monkeypatch, tmp_path, measure, *arguments):
@@ -115,7 +142,7 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, tmp_path, capsys):
         yield ROWS[0]
         raise KeyboardInterrupt
 
-    assert run(monkeypatch, tmp_path, measure) == 0
+    assert run(monkeypatch, tmp_path, measure) == 130
     assert json.loads((tmp_path / "new/result.json").read_text())["rows"] == ROWS[:1]
     assert "Stopped; what has been measured is kept." in capsys.readouterr().err
 

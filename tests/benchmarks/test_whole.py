@@ -140,6 +140,13 @@ def test_a_prefill_in_pieces_takes_less_memory(rows):
     assert long["K3 toy at once"] > 1.5 * short["K3 toy at once"]
 
 
+def test_what_is_too_long_for_one_call_says_so(monkeypatch):
+    monkeypatch.setattr(whole, "AT_ONCE", 15)
+    c = training.toy(32)
+    row = whole.memory(K3Model(c).eval(), gpt_like(c, 17).eval(), torch.zeros(1, 16, dtype=torch.long), 1000)
+    assert set(row.values) == {row.ours} and set(row.not_run) == {"K3 toy at once", "GPT at once"}
+
+
 def test_the_cache_counts_as_memory(monkeypatch):
     monkeypatch.setattr(whole, "peak_memory", lambda call: (call(), 1000)[1])
     k3, ids = K3Model(training.toy(32)).eval(), torch.zeros(1, 64, dtype=torch.long)

@@ -184,8 +184,9 @@ def ratios(rows, which):
     """Contender -> its ratios to ours in all rows, with one thread (0) or two (1)."""
     found = {}
     for pair in rows.values():
-        for name, entry in (pair[which] or {"contenders": {}})["contenders"].items():
-            if "ratio" in entry and name != pair[which]["ours"]:
+        row = pair[which] or {"contenders": {}}
+        for name, entry in row["contenders"].items():
+            if "ratio" in entry and name not in (row["ours"], *row["aside"]):
                 found.setdefault(name, []).append(entry["ratio"]["median"])
     return found
 

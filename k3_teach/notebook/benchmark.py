@@ -2,7 +2,7 @@
 
     stored = benchmark(threads=1)
     stored.machine["processor"]
-    stored.ratio("KDA forward", "T 1024, H 4, K 64", "recurrence")      # so many times slower
+    stored.ratio("KDA forward", "T 1024, H 4, K 64", "recurrence")      # so many times as long
 
 The rows are those of `make bench` (see benchmarks/README.md), on one machine, which is named.
 """
@@ -34,7 +34,7 @@ class Benchmark:
         return next(r for r in self.rows if (r["group"], r["name"]) == (group, name))
 
     def ratio(self, group: str, name: str, slow: str) -> Spread:
-        """How many times longer the contender `slow` took than the package's function."""
+        """How many times as long as the package's function the contender `slow` took."""
         contenders = self.row(group, name)["contenders"]
         if slow not in contenders:
             raise InputError(f"no contender {slow!r}; there are {sorted(contenders)}")

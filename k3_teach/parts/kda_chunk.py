@@ -90,7 +90,7 @@ def decays(g: Tensor, cut: Tiling) -> Decays:
 
     Each is the exponential of a sum of g over a run of tokens, all sums in one product.
     A decay across tiles is no difference of running sums, which would lose a slow decay
-    behind a fast one. Within a tile it is one, right to 4e-6 in float32.
+    behind a fast one. Within a tile it is one, right to 2e-5 in float32.
     """
     C, t = g.shape[-2], g.shape[-2] // cut.tile
     e = (cut.runs @ g).exp()

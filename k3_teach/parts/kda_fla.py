@@ -1,6 +1,6 @@
 """KDA on a GPU: the kernels of flash-linear-attention (`fla`), where it is installed.
 
-`pip install "k3_teach[cuda]"` brings it; K3_TEACH_FLA=0 in the environment leaves it
+`pip install -e ".[cuda]"` brings it; K3_TEACH_FLA=0 in the environment leaves it
 out, so that the two can be compared. What is computed is `kda.py`, and the conventions
 are nearly the same (fla-core 0.6, fla/ops/kda):
 

@@ -84,7 +84,7 @@ class _SituGLU(torch.autograd.Function):
 
 def situ_glu_lean(gate: Tensor, up: Tensor, beta: float = 4.0,
                   linear_beta: float | None = 25.0) -> Tensor:
-    """The same as `situ_glu` with half the memory in training, and faster for it.
+    """The same as `situ_glu` with half the memory in training.
 
     (Kimi K3 report, section 2.3.2.) Shapes as there. It has no second derivative
     and does not work in torch.func; the other one does.

@@ -59,7 +59,7 @@ class Race:
         return spread(self.times[name])
 
     def ratio(self, slow: str, fast: str) -> Spread:
-        """How many times longer `slow` takes, from the rounds that both have run."""
+        """How many times as long `slow` takes, from the rounds that both have run."""
         rounds = zip(self.times[slow], self.times[fast])
         return spread([a / b for a, b in rounds])
 
@@ -215,7 +215,7 @@ def _processor() -> str:
 
 
 def _caches() -> str:
-    """Sizes of the caches of one core, where Linux tells: "L1d 32K, L2 1024K"."""
+    """Sizes of the caches of one core, where Linux tells: "L1 32K, L2 1024K"."""
     found = []
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         level, kind, size = ((index / n).read_text().strip() for n in ("level", "type", "size"))

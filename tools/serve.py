@@ -15,7 +15,8 @@ from livereload.handlers import LiveReloadHandler
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["book/*.md", "book/*.ipynb", "book/*.bib"]
-ABOUT_ALL = ["_config.yml", "_toc.yml", "book/_assets", "book/_ext", "book/_static"]
+ABOUT_ALL = ["_config.yml", "_toc.yml", "benchmarks/stored", "book/_assets", "book/_ext",
+             "book/_static"]
 FAULT = re.compile(r"WARNING|ERROR|^[\w.]+(Error|Exception): \S")
 BUILD = ["-c", "from jupyter_book.cli.main import main; main()", "build", ".", "-W", "-n"]
 

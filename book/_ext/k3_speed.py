@@ -186,7 +186,7 @@ def ratios(rows, which):
     for pair in rows.values():
         row = pair[which] or {"contenders": {}}
         for name, entry in row["contenders"].items():
-            if "ratio" in entry and name not in (row["ours"], *row["aside"]):
+            if "ratio" in entry and name not in (row["ours"], *row.get("aside", ())):
                 found.setdefault(name, []).append(entry["ratio"]["median"])
     return found
 

@@ -10,7 +10,7 @@ import pytest
 
 from .browser import ROOT, screen
 
-IN_BOOK = ["_config.yml", "_toc.yml", "book", "k3_teach", "tools"]
+IN_BOOK = ["_config.yml", "_toc.yml", "benchmarks", "book", "k3_teach", "tools"]
 
 
 def until(server, words):

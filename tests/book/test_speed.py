@@ -80,7 +80,7 @@ def test_the_machine_says_once_what_is_the_same():
     table, = machine(BOTH)
     assert ("processor", "P") in lines_of(table) and ("memory, GB", "8") in lines_of(table)
     assert ("matrix product", "100 GFLOP/s", "200 GFLOP/s") in lines_of(table)
-    assert ("copy of 64 KB", "90 GB/s") in lines_of(table)
+    assert ("copy of 64 KiB", "90 GB/s") in lines_of(table)
     assert not any(line[0] == "threads" for line in lines_of(table))
 
 

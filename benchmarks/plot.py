@@ -1,4 +1,4 @@
-"""One picture of the result: how many times longer the others take, group by group."""
+"""One picture of the result: how many times as long the others take, group by group."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from k3_teach.notebook.benchmark import rivals
 from k3_teach.notebook.palette import INK, PALETTE
 
 MARKS = list(zip((PALETTE[name] for name in ("rust", "blue", "green", "pink", "ochre")), "os^Dv"))
@@ -33,23 +34,17 @@ def by_group(rows: list[dict]) -> dict[str, list[dict]]:
     """The rows that have a ratio to show."""
     out: dict[str, list[dict]] = {}
     for row in rows:
-        if others(row):
+        if rivals(row):
             out.setdefault(row["group"], []).append(row)
     return out
 
 
-def others(row: dict) -> dict[str, dict]:
-    """Ratios of the rivals, by name: not of ours, nor of its parts or floors."""
-    return {name: entry["ratio"] for name, entry in row["contenders"].items()
-            if name not in (row["ours"], *row.get("aside", ())) and "ratio" in entry}
-
-
 def draw(axis: Axes, group: str, rows: list[dict]) -> None:
     """One group: a line for each row, a mark for each contender, a bar for its quartiles."""
-    names = list(dict.fromkeys(name for row in rows for name in others(row)))
+    names = list(dict.fromkeys(name for row in rows for name in rivals(row)))
     for name, (colour, mark) in zip(names, MARKS * len(names)):
         for y, row in enumerate(rows):
-            ratio = others(row).get(name)
+            ratio = rivals(row).get(name)
             if ratio is not None:
                 low, high = ratio.get("low", ratio["median"]), ratio.get("high", ratio["median"])
                 axis.plot([low, high], [y, y], color=colour, alpha=0.5, linewidth=3)
@@ -68,11 +63,11 @@ def draw(axis: Axes, group: str, rows: list[dict]) -> None:
 
 def describe(panels: dict[str, list[dict]]) -> str:
     """The picture in words: the range of ratios of every contender in every group."""
-    sentences = ["How many times longer the others take than this package."]
+    sentences = ["How many times as long as this package the others take."]
     for group, rows in panels.items():
         ranges: dict[str, list[float]] = {}
         for row in rows:
-            for name, ratio in others(row).items():
+            for name, ratio in rivals(row).items():
                 ranges.setdefault(name, []).append(ratio["median"])
         said = (f"{name} {min(all_):.2g} to {max(all_):.2g}" for name, all_ in ranges.items())
         sentences.append(f"{group}: {', '.join(said)}.")

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+from k3_teach.notebook.benchmark import digits, in_words
 
 
 def write(result: dict, folder: Path) -> str:
@@ -71,20 +71,12 @@ def _cell(row: dict, name: str) -> str:
         return "" if "failed" in row else f"not run: {reason}" if reason else "not run"
     entry = row["contenders"][name]
     if name != row["ours"] and "ratio" in entry:
-        return f"{_digits(entry['ratio']['median'])}x"
-    if row["unit"] != "s":
-        return f"{_digits(entry['median'])} {row['unit']}"
-    size, unit = next(((s, u) for s, u in UNITS if entry["median"] >= s), UNITS[-1])
-    low, middle, high = (_digits(entry[key] / size) for key in ("low", "median", "high"))
-    return f"{middle} {unit} ({low}-{high})"
+        return f"{digits(entry['ratio']['median'])}x"
+    amount, quartiles = in_words(row, name)
+    return f"{amount} ({quartiles})" if quartiles else amount
 
 
 def _extra(row: dict, key: str) -> str:
     if key not in row:
         return ""
     return f"{row[key]:,.0f}" if key == "tokens_per_second" else f"{row[key]:.0%}"
-
-
-def _digits(x: float) -> str:
-    """Three digits that mean something, without an exponent."""
-    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"

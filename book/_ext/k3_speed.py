@@ -1,7 +1,7 @@
 """The measured speeds: a page asks for them with the directive `speed`, each build makes them.
 
     ```{speed} machine       what was measured on, and what it reaches at best
-    ```{speed} overview      a picture: how many times longer the others take
+    ```{speed} overview      a picture: how many times as long the others take
     ```{speed} KDA, MLA      a fold with a table for every group whose name begins so
 
 All come from benchmarks/stored, with one thread and with two. Tables have three columns, which a
@@ -17,7 +17,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 from k3_teach.notebook import draw
-from k3_teach.notebook.benchmark import benchmark
+from k3_teach.notebook.benchmark import benchmark, digits, in_words, rivals
 from k3_teach.notebook.files import REPOSITORY
 
 THREADS = (1, 2)
@@ -25,7 +25,6 @@ HEAD = ("", "1 thread", "2 threads")
 STORED = "benchmarks/stored/threads-{}"
 COLOURS, NAMES = ("rust", "blue"), 158      # in the picture: of the threads; room for the names
 GROUND = '<rect width="100%" height="100%" fill="#fff"/>'
-UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class Speed(SphinxDirective):
@@ -93,7 +92,7 @@ def overview(results):
                    for x in all_])
     panels = [panel(group, each, place) for group, each in found.items() if any(each)]
     whole = draw.stack(legend(), axis(place), *panels, axis(place), gap=4)
-    says = f"How many times longer the others take than this package, one thread. {whole.says}."
+    says = f"How many times as long as this package the others take, one thread. {whole.says}."
     svg = inline(whole.svg().replace(GROUND, ""), "k3-speed", says, f"{1.3 * draw.WIDTH:g}")
     return [nodes.raw("", svg, format="html")]
 
@@ -184,10 +183,8 @@ def ratios(rows, which):
     """Contender -> its ratios to ours in all rows, with one thread (0) or two (1)."""
     found = {}
     for pair in rows.values():
-        row = pair[which] or {"contenders": {}}
-        for name, entry in row["contenders"].items():
-            if "ratio" in entry and name not in (row["ours"], *row.get("aside", ())):
-                found.setdefault(name, []).append(entry["ratio"]["median"])
+        for name, ratio in (rivals(pair[which]) if pair[which] else {}).items():
+            found.setdefault(name, []).append(ratio["median"])
     return found
 
 
@@ -218,16 +215,8 @@ def cell(row, who):
     entry = row["contenders"][who]
     if who != row["ours"]:
         return f"{digits(entry['ratio']['median'])}×" if "ratio" in entry else "—"
-    if row["unit"] != "s":
-        return f"{digits(entry['median'])} {row['unit']}"
-    size, unit = next(((s, u) for s, u in UNITS if entry["median"] >= s), UNITS[-1])
-    low, middle, high = (digits(entry[key] / size) for key in ("low", "median", "high"))
-    return f"{middle} {unit}\n{low} to {high}"
-
-
-def digits(x):
-    """Three digits that mean something, without an exponent."""
-    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+    amount, quartiles = in_words(row, who)
+    return f"{amount}\n{quartiles.replace('-', ' to ')}" if quartiles else amount
 
 
 SHARES = {"of_matmul": ("of matmul rate", percent), "of_copy": ("of copy bandwidth", percent),

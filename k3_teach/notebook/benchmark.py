@@ -15,6 +15,8 @@ from k3_teach.scale.measure import Spread
 
 from .files import repository_file
 
+UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -39,6 +41,27 @@ class Benchmark:
         if slow not in contenders:
             raise InputError(f"no contender {slow!r}; there are {sorted(contenders)}")
         return Spread(**contenders[slow]["ratio"])
+
+
+def rivals(row: dict) -> dict[str, dict]:
+    """Ratios of the others to ours, by name: without ours, its parts, and floors."""
+    return {name: entry["ratio"] for name, entry in row["contenders"].items()
+            if name not in (row["ours"], *row.get("aside", ())) and "ratio" in entry}
+
+
+def in_words(row: dict, name: str) -> tuple[str, str]:
+    """What a contender took, with its unit, and the quartiles of a time: "2.1 ms", "2-2.3"."""
+    entry = row["contenders"][name]
+    if row["unit"] != "s":
+        return f"{digits(entry['median'])} {row['unit']}", ""
+    size, unit = next(((s, u) for s, u in UNITS if entry["median"] >= s), UNITS[-1])
+    low, middle, high = (digits(entry[key] / size) for key in ("low", "median", "high"))
+    return f"{middle} {unit}", f"{low}-{high}"
+
+
+def digits(x: float) -> str:
+    """Three digits that mean something, without an exponent."""
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
 def benchmark(threads: int = 1) -> Benchmark:

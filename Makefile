@@ -19,7 +19,7 @@ PARALLEL = -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 # What only `make lab` needs; it installs them.
 LAB_WITH = jupyterlab==4.6.6 jupyterlab-myst==2.7.0
 
-.PHONY: book test notebooks experiments bench serve lab pdf clean
+.PHONY: book test notebooks experiments toy bench serve lab pdf clean
 
 book: $(BUILT)  ## build the site
 	@echo "The book is at file://$(CURDIR)/$(PAGE) (or run: make serve)"
@@ -33,6 +33,13 @@ notebooks: $(READY)  ## execute the chapters again and store their outputs
 
 experiments: $(READY)  ## run the longer experiments again and store what they give (half an hour)
 	for script in book/experiments/*.py; do $(PY) $$script --output $${script%.py}.json || exit 1; done
+
+toy: $(READY)  ## train the model that ships, and its draft, again (an hour on one core)
+	$(PY) -m k3_teach.train _build/toy --config k3_teach/toy/config.json --text library --bpe 2048 \
+		--steps 1500 --lr 0.01 --validate-every 100 --save-every 100 --threads 1 --ship k3_teach/toy
+	$(PY) -m k3_teach.train _build/draft --config k3_teach/toy/draft/config.json --text library \
+		--tokenizer k3_teach/toy --steps 1500 --lr 0.01 --validate-every 100 --save-every 100 \
+		--threads 1 --ship k3_teach/toy/draft
 
 bench: $(READY)  ## time the package beside the usual ways, one thread (ten minutes)
 	$(PY) -m benchmarks --output _build/bench

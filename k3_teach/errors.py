@@ -18,3 +18,7 @@ class ConfigError(K3Error):
 
 class CheckpointError(K3Error):
     """A checkpoint folder that does not hold the model its configuration describes."""
+
+
+class TrainingError(K3Error):
+    """A run that can't go on: a loss or a gradient that is no number."""

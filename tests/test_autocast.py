@@ -89,6 +89,23 @@ def test_cache(device):
     assert errors[0] < 1.3 * errors[1] + 0.02
 
 
+def test_the_output_of_attention_is_float32_in_training(device, monkeypatch):
+    """As K3 was trained; in evaluation it is bfloat16, as in the released code. The mixture itself is then exact."""
+    from k3_teach.parts import mla as part
+    seen, attend = [], part.mla_expanded
+    monkeypatch.setattr(part, "mla_expanded", lambda *a: seen.append((a, attend(*a))) or seen[-1][1])
+    model, ids = k3.K3Model(k3.K3Config.toy()).to(device), tokens(1, 24).to(device)
+    for train in (True, False):
+        model.train(train)
+        seen.clear()
+        with autocast(device):
+            model(ids)
+        (q, latent, kv_b, v_dim, scale, mask), o = seen[0]
+        assert len(seen) == 3 and o.dtype == (torch.float32 if train else torch.bfloat16)
+        exact = attend(q.double(), latent.double(), kv_b.double(), v_dim, scale, mask)
+        assert (relative(o.detach(), exact.detach().cpu()) < 1e-6) == train
+
+
 def inputs(device):
     g = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=g).to(device)

@@ -19,12 +19,15 @@ Shapes: B batch, T new tokens, S tokens so far, H heads, d model width; widths p
 or head: L latent, N a head's own part of the key, R the shared part, V value.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3_teach.parts.attention import attention, attention_weights, causal_mask
 from k3_teach.parts.norm import RMSNorm
+from k3_teach.parts.precision import as_upcast, autocast_dtype, upcast
 from k3_teach.parts.rope import apply_rope, rope_angles
 
 # The released code builds the norms of c and of W_DQ x with its default eps, not with
@@ -175,7 +178,12 @@ class MLA(nn.Module):
             keys, _ = expand(latent, kv_b, self.v_dim)
             trace["attn_weights"] = attention_weights(q, keys, self.scale, mask)
         attend = mla_absorbed if self.prefers_absorbed(T, S) else mla_expanded
-        o = attend(q, latent, kv_b, self.v_dim, self.scale, mask) # [B, H, T, V]
+        keep = nullcontext()
+        if self.training and autocast_dtype(x) is not None:
+            # K3 was trained with this output in float32 (its report, version 2).
+            q, latent, kv_b, keep = upcast(q), upcast(latent), upcast(kv_b), as_upcast(x)
+        with keep:
+            o = attend(q, latent, kv_b, self.v_dim, self.scale, mask)   # [B, H, T, V]
         o = o.transpose(1, 2).flatten(2)                          # [B, T, H V]
         y = o if self.g_proj is None else o * torch.sigmoid(self.g_proj(x))
         return self.o_proj(y)

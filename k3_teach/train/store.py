@@ -1,0 +1,115 @@
+"""The checkpoints of a run: a folder `step-000500` in the released format, and beside the
+model what the next step needs.
+
+    config.json, model.safetensors, tokenizer.json      the model; `load_checkpoint` reads it
+    optimiser.safetensors                               momenta, by optimiser and parameter
+    training.json                                       step, recipe, which text
+
+A folder is made under another name and renamed when it is whole, and only then is the one
+before it removed. No pickle: what is read can't run.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from k3_teach.checkpoint import load_checkpoint
+from k3_teach.errors import CheckpointError, InputError
+from k3_teach.model import K3Model
+from k3_teach.saving import save_checkpoint
+
+OPTIMISER, TRAINING = "optimiser.safetensors", "training.json"
+
+
+def save(folder, model: nn.Module, optimisers: dict, tokenizer, step: int, recipe,
+         fingerprint: str) -> Path:
+    """Write the checkpoint of a step and remove older ones. -> its folder.
+
+    InputError for a model that the released format can't hold, and for weights that are
+    not finite: the checkpoint before stays.
+    """
+    if not isinstance(model, K3Model):
+        raise InputError(f"a {type(model).__name__} has no released format; only a K3Model "
+                         "is kept in a folder")
+    bad = [n for n, p in model.named_parameters() if not bool(p.isfinite().all())]
+    if bad:
+        raise InputError(f"step {step} is not saved: {bad[0]} holds NaN or infinity")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
+    try:
+        save_checkpoint(model, new)
+        tokenizer.save(new)
+        save_file(_optimiser_tensors(model, optimisers), new / OPTIMISER)
+        about = dict(step=step, recipe=asdict(recipe), text=fingerprint)
+        (new / TRAINING).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        target = folder / f"step-{step:06d}"
+        if target.exists():         # of a run that was resumed from before it
+            shutil.rmtree(target)
+        os.rename(new, target)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    for old in _whole(folder):
+        if old != target:
+            shutil.rmtree(old)
+    return target
+
+
+def newest(folder) -> Path:
+    """The checkpoint of a folder. CheckpointError where there is none."""
+    found = _whole(Path(folder))
+    if not found:
+        raise CheckpointError(f"{folder}: holds no checkpoint of a run (step-NNNNNN)")
+    return found[-1]
+
+
+def load(checkpoint: Path, device="cpu") -> tuple[K3Model, int, dict, str]:
+    """-> model, step, the recipe's fields, the text's fingerprint."""
+    try:
+        about = json.loads((checkpoint / TRAINING).read_text(encoding="utf-8"))
+        step, recipe, text = about["step"], about["recipe"], about["text"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{checkpoint / TRAINING}: must be JSON with step, recipe and "
+                              "text") from None
+    return load_checkpoint(checkpoint, device=device).train(), step, recipe, text
+
+
+def load_optimisers(checkpoint: Path, model: nn.Module, optimisers: dict) -> None:
+    """Give every optimiser its momenta. CheckpointError for a file that does not fit."""
+    file = checkpoint / OPTIMISER
+    try:
+        stored = load_file(file)
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{file}: not a readable safetensors file ({e})") from None
+    parameters = dict(model.named_parameters())
+    for key, value in stored.items():
+        kind, field, name = (key.split(":", 2) + ["", ""])[:3]
+        if kind not in optimisers or name not in parameters:
+            raise CheckpointError(f"{file}: {key} belongs to no optimiser of this run")
+        p = parameters[name]
+        if value.shape not in (p.shape, torch.Size([])):
+            raise CheckpointError(f"{file}: {key} is {list(value.shape)}; it must be "
+                                  f"{list(p.shape)}")
+        # AdamW counts its steps on the CPU.
+        optimisers[kind].state[p][field] = value if field == "step" else value.to(p.device)
+
+
+def _optimiser_tensors(model: nn.Module, optimisers: dict) -> dict[str, torch.Tensor]:
+    names = {p: n for n, p in model.named_parameters()}
+    return {f"{kind}:{field}:{names[p]}": value.detach().cpu().contiguous().clone()
+            for kind, optimiser in optimisers.items()
+            for p, state in optimiser.state.items() for field, value in state.items()}
+
+
+def _whole(folder: Path) -> list[Path]:
+    """The checkpoints that are complete, oldest first."""
+    return sorted(p for p in folder.glob("step-*") if (p / TRAINING).is_file())

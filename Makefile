@@ -34,11 +34,11 @@ notebooks: $(READY)  ## execute the chapters again and store their outputs
 experiments: $(READY)  ## run the longer experiments again and store what they give (half an hour)
 	for script in book/experiments/*.py; do $(PY) $$script --output $${script%.py}.json || exit 1; done
 
-toy: $(READY)  ## train the model that ships, and its draft, again (an hour on one core)
+toy: $(READY)  ## train the model that ships, and its draft, again (a quarter of an hour on one core)
 	$(PY) -m k3_teach.train _build/toy --config k3_teach/toy/config.json --text library --bpe 2048 \
-		--steps 1500 --lr 0.01 --validate-every 100 --save-every 100 --threads 1 --ship k3_teach/toy
+		--steps 750 --lr 0.01 --validate-every 50 --save-every 50 --threads 1 --ship k3_teach/toy
 	$(PY) -m k3_teach.train _build/draft --config k3_teach/toy/draft/config.json --text library \
-		--tokenizer k3_teach/toy --steps 1500 --lr 0.01 --validate-every 100 --save-every 100 \
+		--tokenizer k3_teach/toy --steps 750 --lr 0.01 --validate-every 50 --save-every 50 \
 		--threads 1 --ship k3_teach/toy/draft
 
 bench: $(READY)  ## time the package beside the usual ways, one thread (ten minutes)

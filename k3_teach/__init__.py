@@ -2,13 +2,16 @@
 
 `config` says what a model is; `parts/` holds its mechanisms, one file each; `model` puts
 them together; `cache` is what decoding keeps; `checkpoint` reads the released format and
-`saving` writes it; `scale/` counts what it costs; `train/` holds the optimiser.
+`saving` writes it; `generate/` continues a text and `speculative` does so with a draft;
+`scale/` counts what it costs; `train/` holds the optimiser.
 """
 
 from k3_teach.cache import Cache, KDAState, LatentCache
 from k3_teach.checkpoint import load_checkpoint
 from k3_teach.config import K3Config, LinearAttnConfig
-from k3_teach.errors import CheckpointError, ConfigError, InputError, K3Error
+from k3_teach.errors import (
+    CheckpointError, ConfigError, InputError, K3Error, TrainingError)
+from k3_teach.generate import generate
 from k3_teach.init import init_parameters
 from k3_teach.model import K3Model, next_token_loss
 from k3_teach.parts.attention import (

@@ -22,7 +22,10 @@ from torch import Tensor
 
 from k3_teach.cache import Cache, Snapshot
 from k3_teach.errors import InputError
+from k3_teach.generate.sampling import check_sampling, draw, generators, sampling_law
+from k3_teach.generate.tokens import check_room
 from k3_teach.model import K3Model
+from k3_teach.validate import check_ids
 
 
 def _check_laws(p: Tensor, q: Tensor) -> None:
@@ -59,11 +62,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     lack = (p - q).clamp_min(0)
     total = lack.sum(-1, keepdim=True)
     return torch.where(total > 0, lack / total.where(total > 0, 1), p)
-
-
-def draw(law: Tensor, generator: torch.Generator | None = None) -> int:
-    """A token of the law [V]."""
-    return int(torch.multinomial(law, 1, generator=generator))
 
 
 def coin(chance: float, generator: torch.Generator | None = None) -> bool:
@@ -108,17 +106,6 @@ def expected_tokens(rate: float, drafts: int) -> float:
 
 # --- with two models ------------------------------------------------------------------
 
-def next_law(logits: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) in float64, [..., V] -> [..., V].
-
-    Temperature 0 is its limit: all on the largest logit, the first of equal ones.
-    """
-    if temperature:
-        return (logits.double() / temperature).softmax(-1)
-    law = torch.zeros_like(logits, dtype=torch.float64)
-    return law.scatter_(-1, logits.argmax(-1, keepdim=True), 1)
-
-
 def _catch_up(model: K3Model, cache: Cache, ids: Tensor) -> Snapshot:
     """Feed what `cache` has not seen of ids [1,T], but the last; a snapshot there."""
     unseen = ids[:, len(cache):-1]
@@ -127,15 +114,16 @@ def _catch_up(model: K3Model, cache: Cache, ids: Tensor) -> Snapshot:
     return cache.snapshot()
 
 
-def propose(model: K3Model, cache: Cache, ids: Tensor, drafts: int, temperature: float,
+def propose(model: K3Model, cache: Cache, ids: Tensor, drafts: int, law,
             generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Continue ids [1,T] one by one; the cache has seen all but the last token.
 
-    -> the drafts int64 [m], and the laws [m, V] that they were drawn from.
+    law: logits [..., V] -> laws [..., V]. -> the drafts int64 [m], and the laws [m, V]
+    that they were drawn from.
     """
     laws, tokens, newest = [], [], ids[:, -1:]
     for _ in range(drafts):
-        laws.append(next_law(model(newest, cache=cache)[0, -1], temperature))
+        laws.append(law(model(newest, cache=cache)[0, -1]))
         tokens.append(draw(laws[-1], generator))
         newest = ids.new_tensor([[tokens[-1]]])
     V = model.config.vocab_size
@@ -144,27 +132,39 @@ def propose(model: K3Model, cache: Cache, ids: Tensor, drafts: int, temperature:
 
 
 def speculate(target: K3Model, draft: K3Model, ids: Tensor, num_tokens: int,
-              drafts: int, temperature: float = 1.0,
-              generator: torch.Generator | None = None) -> tuple[Tensor, int]:
+              drafts: int, temperature: float = 1.0, seed=None,
+              top_k: int | None = None, top_p: float | None = None
+              ) -> tuple[Tensor, int]:
     """Continue ids [1,T] by num_tokens of the target's own law, whatever the draft.
 
-    -> ids int64 [1, T + num_tokens], and how often the target verified. A verification
-    reads m + 1 tokens and yields 1 to m + 1; the last ones draft fewer, so that none is
-    thrown away. After a rejection both caches roll back and read again what was kept: a
-    pass more of the target, which is not counted. Models in evaluation mode.
-    InputError for other shapes, counts below 0, and different vocabularies.
+    -> ids int64 [1, T + num_tokens], and how often the target verified. The law is
+    `sampling_law` of temperature, top_k and top_p, for the target and for the draft;
+    seed: an integer or a torch.Generator, see `generators`. Without drafts the text is
+    that of `generate`, with them another of the same law.
+
+    A verification reads m + 1 tokens and yields 1 to m + 1; the last ones draft fewer,
+    so that none is thrown away. After a rejection both caches roll back and read again
+    what was kept: a pass more of the target, which is not counted. Models in evaluation
+    mode. InputError for other shapes, counts below 0, options out of range, a text that
+    is longer than either model takes, and different vocabularies.
     """
-    _check_call(target, draft, ids, num_tokens, drafts, temperature)
+    _check_call(target, draft, ids, num_tokens, drafts)
+    check_sampling(temperature, top_k, top_p)
+    generator = generators(seed, 1)[0]
+
+    def law(logits: Tensor) -> Tensor:
+        return sampling_law(logits, temperature, top_k, top_p)
+
     cache, draft_cache = target.new_cache(), draft.new_cache()
     end, verifications = ids.shape[1] + num_tokens, 0
     while ids.shape[1] < end:
         point = _catch_up(target, cache, ids)
         draft_point = _catch_up(draft, draft_cache, ids)
         m = min(drafts, end - ids.shape[1] - 1)
-        x, q = propose(draft, draft_cache, ids, m, temperature, generator)
+        x, q = propose(draft, draft_cache, ids, m, law, generator)
         logits = target(torch.cat((ids[:, -1:], x[None]), 1), cache=cache)  # [1,m+1,V]
         verifications += 1
-        kept, token = accept(next_law(logits[0], temperature), q, x, generator)
+        kept, token = accept(law(logits[0]), q, x, generator)
         if kept < m:
             cache.rollback(point)
             draft_cache.rollback(draft_point)
@@ -182,7 +182,7 @@ def speculate_greedy(target: K3Model, draft: K3Model, ids: Tensor, num_tokens: i
     return speculate(target, draft, ids, num_tokens, drafts, temperature=0)
 
 
-def _check_call(target, draft, ids, num_tokens, drafts, temperature) -> None:
+def _check_call(target, draft, ids, num_tokens, drafts) -> None:
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 1:
         raise InputError(f"ids has the shape {list(ids.shape)}; it must be [1, T], "
                          "and T at least 1")
@@ -190,10 +190,10 @@ def _check_call(target, draft, ids, num_tokens, drafts, temperature) -> None:
         if not isinstance(value, int) or value < 0:
             raise InputError(f"{name} is {value!r}; "
                              "it must be an integer of at least 0")
-    if not 0 <= temperature < float("inf"):
-        raise InputError(f"temperature is {temperature}; it must be at least 0, and "
-                         "finite")
     sizes = [model.config.vocab_size for model in (target, draft)]
     if sizes[0] != sizes[1]:
         raise InputError(f"target and draft know {sizes} tokens; they must share one "
                          "vocabulary")
+    check_ids(ids, sizes[0])
+    for model in target, draft:
+        check_room(model.config, 0, ids.shape[1], num_tokens)

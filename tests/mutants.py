@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant(0, "weight before the cast", "parts/norm.py", "return weight * rms_normalize(x, eps).to(x.dtype)", "return (weight.float() * rms_normalize(x, eps)).to(x.dtype)", "parts/test_norm.py::test_cast_comes_before_the_weight"),
     Mutant(0, "no causal mask in a later piece", "parts/attention.py", "if mask is None and 1 < T < S:", "if False:", "parts/test_attention.py::test_fused_and_eager_equal_the_loops"),
     Mutant(0, "high nibble first", "mxfp4.py", "torch.stack([element[byte & 15], element[byte >> 4]], -1)", "torch.stack([element[byte >> 4], element[byte & 15]], -1)", "test_golden.py::test_logits_and_every_trace"),
-    Mutant(0, "training rounds the output of attention", "parts/mla.py", "q, latent, kv_b, keep = upcast(q), upcast(latent), upcast(kv_b), as_upcast(x)", "pass", "test_autocast.py::test_the_output_of_attention_is_float32_in_training"),
+    Mutant(0, "training rounds the output of attention", "parts/mla.py", "            q, latent, kv_b = (upcast(y) for y in (q, latent, kv_b))\n            keep = as_upcast(x)\n", "            pass\n", "test_autocast.py::test_the_output_of_attention_is_float32_in_training"),
     Mutant(0, "the experts are not balanced", "train/loop.py", "        self.balancer.step()\n", "", "train/test_loop.py::test_the_biases_follow_the_quantiles_of_the_step"),
     Mutant(0, "no QK-Clip", "train/loop.py", "            optimiser.step()\n        for name, gamma in gammas.items():", "            optimiser.step()\n        for name, gamma in {}.items():", "train/test_loop.py::test_qk_clip_bounds_the_logits_of_the_next_step"),
     Mutant(0, "gradients of the step before", "train/loop.py", "            optimiser.zero_grad()\n", "            pass\n", "train/test_loop.py::test_nan_stops_before_anything_is_changed"),
@@ -153,4 +153,8 @@ MUTANTS = [
     Mutant(0, "Ctrl-C in the middle of a step", "train/loop.py", "                with interrupt_waits():\n                    row", "                if True:\n                    row", "train/test_loop.py::test_ctrl_c_waits_for_the_end_of_a_step"),
     Mutant(0, "repeated paragraphs in both halves", "train/text.py", "if words and words not in seen:", "if words:", "train/test_text.py::test_topics_is_a_manual_without_repetitions"),
     Mutant(0, "weight decay on gains", "train/optimiser.py", '"weight_decay": 0.0}', '"weight_decay": 0.1}', "train/test_optimiser.py::test_matrices_go_to_muon_and_the_rest_to_adamw"),
+    Mutant(0, "the token that crosses top_p is left out", "generate/sampling.py", "law.masked_fill(reached >= top_p, 0)", "law.masked_fill(law.cumsum(-1) > top_p, 0)", "test_generate.py::test_the_token_that_crosses_is_kept"),
+    Mutant(0, "a failed step stays in the cache", "generate/tokens.py", "        cache.rollback(before)\n", "        pass\n", "test_generate.py::test_logits_that_are_not_numbers"),
+    Mutant(0, "all rows draw alike", "generate/sampling.py", "manual_seed(int(seed) + i)", "manual_seed(int(seed))", "test_generate.py::test_a_row_says_what_it_says_alone"),
+    Mutant(0, "a stored prefix beyond what is shared", "generate/prefixes.py", "if p.length <= same", "if p.length <= same + 1", "test_generate.py::test_a_difference_before_the_first_point_leaves_nothing"),
 ]

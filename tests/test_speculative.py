@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 import k3_teach as k3
 from k3_teach import speculative
-from k3_teach.speculative import (
-    accept, acceptance, coin, draw, expected_tokens, next_law, residual, speculate, speculate_greedy)
+from k3_teach.generate.sampling import draw, sampling_law
+from k3_teach.speculative import accept, acceptance, coin, expected_tokens, residual, speculate, speculate_greedy
 from tests.helpers import tokens, toy
 
 
@@ -301,13 +301,13 @@ def pair():
     return toy(1, vocab_size=3, **SMALL), toy(2, vocab_size=3, **SMALL)
 
 
-def law_of_continuations(model, ids, n, temperature):
+def law_of_continuations(model, ids, n, *options):
     """{tokens: probability} from the definition, without a cache."""
     if not n:
         return {(): 1.0}
-    p, out = next_law(model(ids)[0, -1].detach(), temperature).tolist(), {}
+    p, out = sampling_law(model(ids)[0, -1].detach(), *options).tolist(), {}
     for x, chance in enumerate(p):
-        rest = law_of_continuations(model, torch.cat((ids, torch.tensor([[x]])), 1), n - 1, temperature)
+        rest = law_of_continuations(model, torch.cat((ids, torch.tensor([[x]])), 1), n - 1, *options)
         out.update({(x, *tail): chance * c for tail, c in rest.items()})
     return out
 
@@ -326,11 +326,26 @@ def test_the_text_has_the_law_of_the_target(tree, pair, n, drafts, temperature):
     assert sum(abs(expected[text] - other[text]) for text in expected) / 2 > 0.1      # the draft's law is another
 
 
-def test_what_next_law_is():
+@pytest.mark.parametrize("top_k, top_p", [(2, None), (None, 0.7), (2, 0.9), (None, 0.45)])
+def test_a_cut_law_is_kept_too(tree, pair, top_k, top_p):
+    """The target and the draft cut differently, so that drafts come that the target never says."""
+    target, draft = pair
+    ids, options = tokens(1, 3, 5, vocab=3), dict(temperature=2.0, top_k=top_k, top_p=top_p)
+    expected = {text: chance for text, chance in law_of_continuations(target, ids, 2, 2.0, top_k, top_p).items() if chance}
+    out = tree.law_of(lambda: tuple(speculate(target, draft, ids, 2, 1, **options)[0][0, 3:].tolist()))
+    out = {text: chance for text, chance in out.items() if chance > 1e-12}
+    assert set(out) == set(expected) and len(expected) < 9
+    for text in expected:
+        assert math.isclose(out[text], expected[text], abs_tol=1e-12)
+    support = [{t for t, c in law_of_continuations(m, ids, 2, 2.0, top_k, top_p).items() if c} for m in (target, draft)]
+    assert support[1] - support[0]
+
+
+def test_what_sampling_law_is():
     logits = law(1, 3, 3, -2)
-    np.testing.assert_allclose(next_law(logits, 0.5), np.exp([2, 6, 6, -4]) / np.exp([2, 6, 6, -4]).sum(), atol=1e-15)
-    assert next_law(logits, 0).tolist() == [0, 1, 0, 0]
-    assert next_law(logits.bfloat16(), 0.7).dtype == torch.float64
+    np.testing.assert_allclose(sampling_law(logits, 0.5), np.exp([2, 6, 6, -4]) / np.exp([2, 6, 6, -4]).sum(), atol=1e-15)
+    assert sampling_law(logits, 0).tolist() == [0, 1, 0, 0]
+    assert sampling_law(logits.bfloat16(), 0.7).dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -338,7 +353,7 @@ def test_the_law_of_coarse_logits_is_computed_in_float64(dtype):
     """The temperature divides after the cast: a quotient in float32 has 24 bits, one in bfloat16 8."""
     logits = torch.linspace(-9, 9, 50, dtype=torch.float64).to(dtype)
     exact = np.exp(logits.double().numpy() / 0.7)
-    np.testing.assert_allclose(next_law(logits, 0.7), exact / exact.sum(), rtol=1e-12)
+    np.testing.assert_allclose(sampling_law(logits, 0.7), exact / exact.sum(), rtol=1e-12)
 
 
 def test_calls_that_cannot_be_meant(pair):
@@ -348,6 +363,8 @@ def test_calls_that_cannot_be_meant(pair):
     for change, message in ((dict(ids=ids[0]), r"it must be \[1, T\]"), (dict(ids=ids.expand(2, 2)), r"it must be \[1, T\]"),
                             (dict(ids=ids[:, :0]), r"it must be \[1, T\]"), (dict(num_tokens=-1), "num_tokens is -1"),
                             (dict(drafts=1.5), "drafts is 1.5"), (dict(temperature=-0.1), "temperature is -0.1"),
-                            (dict(temperature=math.nan), "temperature is nan"), (dict(draft=toy(vocab_size=5, **SMALL)), "share one vocabulary")):
+                            (dict(temperature=math.nan), "temperature is nan"), (dict(top_k=0), "top_k is 0"), (dict(top_p=2), "top_p is 2"),
+                            (dict(seed=-3), "seed is -3"), (dict(ids=ids + 2), "token ids must be from 0 to 2"), (dict(ids=ids.float()), "ids is torch.float32"),
+                            (dict(num_tokens=4095), "4097; the model takes at most 4096"), (dict(draft=toy(vocab_size=5, **SMALL)), "share one vocabulary")):
         with pytest.raises(k3.InputError, match=message):
             speculate(**(dict(target=target, draft=draft, ids=ids, num_tokens=2, drafts=1, temperature=1.0) | change))

@@ -181,7 +181,8 @@ class MLA(nn.Module):
         keep = nullcontext()
         if self.training and autocast_dtype(x) is not None:
             # K3 was trained with this output in float32 (its report, version 2).
-            q, latent, kv_b, keep = upcast(q), upcast(latent), upcast(kv_b), as_upcast(x)
+            q, latent, kv_b = (upcast(y) for y in (q, latent, kv_b))
+            keep = as_upcast(x)
         with keep:
             o = attend(q, latent, kv_b, self.v_dim, self.scale, mask)   # [B, H, T, V]
         o = o.transpose(1, 2).flatten(2)                          # [B, T, H V]

@@ -23,7 +23,7 @@ from torch import Tensor
 from k3_teach.cache import Cache, Snapshot
 from k3_teach.errors import InputError
 from k3_teach.generate.sampling import check_sampling, draw, generators, sampling_law
-from k3_teach.generate.tokens import check_room
+from k3_teach.generate.tokens import check_evaluating, check_room
 from k3_teach.model import K3Model
 from k3_teach.validate import check_ids
 
@@ -196,4 +196,5 @@ def _check_call(target, draft, ids, num_tokens, drafts) -> None:
                          "vocabulary")
     check_ids(ids, sizes[0])
     for model in target, draft:
+        check_evaluating(model)
         check_room(model.config, 0, ids.shape[1], num_tokens)

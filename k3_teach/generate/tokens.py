@@ -130,6 +130,11 @@ def _check_counts(model, max_new_tokens, prefill_chunk) -> None:
         if not isinstance(value, Integral) or value < least:
             raise InputError(f"{name} is {value!r}; it must be an integer of at least "
                              f"{least}")
+    check_evaluating(model)
+
+
+def check_evaluating(model) -> None:
+    """InputError for a model in training mode."""
     if getattr(model, "training", False):
         raise InputError("the model is in training mode, where a balancer counts what "
                          "experts get; call model.eval() first")

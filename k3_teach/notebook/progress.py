@@ -16,14 +16,20 @@ ALT = "The loss over the steps of the run."
 
 
 def follow(trainer, steps: int | None = None, rows: list[dict] = ()) -> list[dict]:
-    """Run the trainer, with the curve under the cell. -> the rows, behind earlier `rows`."""
+    """Run the trainer, with the curve under the cell. -> the rows, behind earlier `rows`.
+
+    The button that interrupts a cell ends the run after a whole step, and rows are given.
+    """
     from IPython.display import display
     rows, shown, last = list(rows), None, -math.inf
     per = trainer.data.bytes_per_token
-    for row in trainer.run(steps):
-        rows.append(row)
-        if time.monotonic() - last > SECONDS and len(rows) > 1:
-            shown, last = _show(display, shown, rows, per), time.monotonic()
+    try:
+        for row in trainer.run(steps):
+            rows.append(row)
+            if time.monotonic() - last > SECONDS and len(rows) > 1:
+                shown, last = _show(display, shown, rows, per), time.monotonic()
+    except KeyboardInterrupt:
+        print(f"stopped after step {trainer.step}")
     if len(rows) > 1:
         _show(display, shown, rows, per)
     return rows
@@ -43,9 +49,10 @@ def loss_curve(rows: list[dict], bytes_per_token: float = 1.0) -> Drawing:
 
     Between two validations the curve is straight.
     """
-    every = max(1, len(rows) // 200)
-    steps = [row["step"] for row in rows[::every]]
-    curves = {"training": [row["loss"] / bytes_per_token for row in rows[::every]]}
+    every = -(-len(rows) // 200)
+    shown = rows[::-every][::-1]        # with the last one
+    steps = [row["step"] for row in shown]
+    curves = {"training": [row["loss"] / bytes_per_token for row in shown]}
     asked = {r["step"]: r["validation_loss"] / bytes_per_token
              for r in rows if "validation_loss" in r}
     if len(asked) > 1:

@@ -2,17 +2,18 @@
 
     python -m k3_teach.train run --steps 300                      a toy, bytes, 2 minutes
     python -m k3_teach.train run --resume                         go on after Ctrl-C
-    python -m k3_teach.train run --text my.txt --bpe 1024 --config my.json
-    torchrun --nproc-per-node 2 -m k3_teach.train run             two processes
+    python -m k3_teach.train run --steps 300 --text my.txt --bpe 1024 --config my.json
+    torchrun --nproc-per-node 2 -m k3_teach.train run --steps 300
 
-RUN is a folder: the newest checkpoint, in the released format, and log.jsonl, a row for
-each step. Ctrl-C ends after the step that is being done, and saves it.
+RUN is a folder: the two newest checkpoints, in the released format, and log.jsonl, a row
+for each step. Ctrl-C ends after the step that is being done, and saves it.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -26,113 +27,166 @@ from k3_teach.config import K3Config
 from k3_teach.errors import InputError, K3Error
 from k3_teach.model import K3Model
 from k3_teach.saving import save_checkpoint
-from k3_teach.train.loop import Recipe, Trainer
+from k3_teach.train.loop import Trainer
+from k3_teach.train.recipe import Recipe
 from k3_teach.train.store import newest
-from k3_teach.train.text import BPE, Bytes, Data, corpus, load_tokenizer
+from k3_teach.train.text import BPE, TOKENIZER, Bytes, Data, corpus, load_tokenizer
 
 LOG = "log.jsonl"
+OF_THE_RUN = "config", "init", "bpe", "tokenizer"   # what --resume finds in the folder
+CHOICES = {"optimiser": ["muon", "adamw"],
+           "balance": ["quantile", "quantile_exact", "sign", "none"]}
 
+
+# --- options --------------------------------------------------------------------------
 
 def parser() -> argparse.ArgumentParser:
-    """The options: where, what, and every field of `Recipe`."""
-    form = argparse.RawDescriptionHelpFormatter
+    """Where, what, and every field of `Recipe`. Options that are not given have no value."""
     p = argparse.ArgumentParser("python -m k3_teach.train", description=__doc__,
-                                formatter_class=form)
+                                formatter_class=argparse.RawDescriptionHelpFormatter,
+                                argument_default=argparse.SUPPRESS)
     p.add_argument("run", type=Path, metavar="RUN", help="the folder of the run")
-    p.add_argument("--resume", action="store_true", help="go on with the run in RUN")
-    p.add_argument("--ship", type=Path, metavar="FOLDER",
+    p.add_argument("--resume", action="store_true", default=False,
+                   help="go on with the run in RUN")
+    p.add_argument("--ship", type=Path, metavar="FOLDER", default=None,
                    help="at the end, write model, tokenizer and log there, in bfloat16")
-    what = p.add_argument_group("what is trained (with --resume: as before)")
+    p.add_argument("--device", default="cpu", help="(cpu)")
+    p.add_argument("--threads", type=int, help="of the CPU")
+    what = p.add_argument_group("what is trained (not with --resume)")
     what.add_argument("--config", type=Path, metavar="FILE",
-                      help="a config.json (default: K3Config.toy)")
-    what.add_argument("--init", choices=["report", "released"], default="report")
-    what.add_argument("--device", default="cpu")
-    what.add_argument("--threads", type=int, default=None, help="of the CPU")
+                      help="a config.json (K3Config.toy)")
+    what.add_argument("--init", choices=["report", "released"], help="(report)")
     text = p.add_argument_group("the text (with --resume: the same again)")
     text.add_argument("--text", default="topics",
-                      help="'topics' (Python's manual), 'library' (and its docstrings) or "
-                      "a file (default: topics)")
-    text.add_argument("--bpe", type=int, metavar="TOKENS",
-                      help="learn a byte-pair encoding of so many tokens (default: bytes)")
-    text.add_argument("--tokenizer", type=Path, metavar="FOLDER",
-                      help="take the tokenizer.json of this folder")
-    recipe = p.add_argument_group("the recipe (with --resume: as before)")
+                      help="topics (Python's manual), library (and its docstrings) or a "
+                      "file (topics)")
+    how = text.add_mutually_exclusive_group()
+    how.add_argument("--bpe", type=int, metavar="TOKENS",
+                     help="learn a byte-pair encoding of so many tokens (bytes)")
+    how.add_argument("--tokenizer", type=Path, metavar="FOLDER",
+                     help="take the tokenizer.json of this folder")
+    recipe = p.add_argument_group("the recipe (with --resume: what is to change)")
     for f in fields(Recipe):
-        default = None if f.default is MISSING else f.default
-        add_option(recipe, f.name, default)
+        _add(recipe, f)
     return p
 
 
-def add_option(group, name: str, default) -> None:
-    flag = "--" + name.replace("_", "-")
+def _add(group, f) -> None:
+    flag, default = "--" + f.name.replace("_", "-"), f.default
+    if default is MISSING:
+        group.add_argument(flag, type=int, help="how many")
+        return
+    more = {"help": f"{f.metadata['help']} ({default})"}
     if isinstance(default, bool):
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
-    elif name == "steps":
-        group.add_argument(flag, type=int, help="how many (needed for a new run)")
-    elif name == "qk_clip":
-        off = lambda value: None if value == "off" else float(value)
-        group.add_argument(flag, type=off, default=default, help="a number, or 'off'")
+        more["action"] = argparse.BooleanOptionalAction
+    elif f.name in CHOICES:
+        more["choices"] = CHOICES[f.name]
     else:
-        group.add_argument(flag, type=type(default), default=default, help=f"({default})")
+        more["type"] = number_or_off if f.name == "qk_clip" else type(default)
+    group.add_argument(flag, **more)
 
+
+def number_or_off(value: str) -> float | None:
+    return None if value == "off" else float(value)
+
+
+def check(args) -> None:
+    """InputError, before anything long is done, for what will not work."""
+    given, ignored = vars(args), [name for name in OF_THE_RUN if name in vars(args)]
+    if args.resume and ignored:
+        raise InputError(f"--{ignored[0]} goes with a new run; --resume takes that of {args.run}")
+    if given.get("threads", 1) < 1:
+        raise InputError(f"--threads is {args.threads}; it must be at least 1")
+    for folder in filter(None, (args.run, args.ship)):
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder} is a file; it must be a folder, or not exist yet")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as e:     # the last: torch was built without it
+        raise InputError(f"--device is {args.device!r}: {str(e).splitlines()[0]}") from None
+    if args.ship is not None and args.ship.resolve() == args.run.resolve():
+        raise InputError("--ship must be another folder than RUN")
+    if not args.resume and list(args.run.glob("step-*")):
+        raise InputError(f"{args.run} holds a run already; go on with --resume, or name "
+                         "another folder")
+    if not args.resume and "steps" not in given:
+        raise InputError("--steps is needed for a new run")
+    if "tokenizer" in given and not (args.tokenizer / TOKENIZER).is_file():
+        raise InputError(f"{args.tokenizer} has no {TOKENIZER}")
+
+
+# --- a run ----------------------------------------------------------------------------
 
 def read_data(args) -> Data:
     """The text, cut into tokens. With --resume, by the tokenizer of the run."""
-    text = corpus(args.text)
-    folder = newest(args.run) if args.resume else args.tokenizer
-    if folder is not None:
-        tokenizer = load_tokenizer(folder)
+    text, given = corpus(args.text), vars(args)
+    if args.resume:
+        tokenizer = load_tokenizer(newest(args.run))
+    elif "tokenizer" in given:
+        tokenizer = load_tokenizer(args.tokenizer)
     else:
-        tokenizer = Bytes() if args.bpe is None else BPE.train(text, args.bpe)
+        tokenizer = BPE.train(text, args.bpe) if "bpe" in given else Bytes()
     return Data(text, tokenizer)
 
 
-def new_trainer(args, data: Data) -> Trainer:
-    """InputError if RUN has a run already."""
-    if list(args.run.glob("step-*")):
-        raise InputError(f"{args.run} holds a run already; go on with --resume, or name "
-                         "another folder")
-    if args.steps is None:
-        raise InputError("--steps is needed for a new run")
-    recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
-    if args.config is None:
-        config = K3Config.toy(vocab_size=data.tokenizer.vocab_size)
-    else:
+def make_trainer(args, data: Data) -> Trainer:
+    given = vars(args)
+    recipe = {f.name: given[f.name] for f in fields(Recipe) if f.name in given}
+    if args.resume:
+        return Trainer.resume(args.run, data, args.device, **recipe)
+    recipe = Recipe(**recipe)
+    if "config" in given:
         config = K3Config.from_json(args.config)
+    else:
+        config = K3Config.toy(vocab_size=data.tokenizer.vocab_size)
     torch.manual_seed(recipe.seed)
-    model = K3Model(config, init=args.init).to(args.device)
+    model = K3Model(config, init=given.get("init", "report")).to(args.device)
     return Trainer(model, data, recipe, args.run)
 
 
 def follow(trainer: Trainer, log: Path) -> None:
     """Run to the end, with a bar on the screen and a row in the log for each step."""
+    if trainer.rank:
+        for _ in trainer.run():
+            pass
+        return
     keep_rows(log, trainer.step)
-    first, r = trainer.rank == 0, trainer.recipe
-    bar = tqdm(total=r.steps, initial=trainer.step, disable=not first, unit="step",
-               file=sys.stderr, mininterval=0.5)
+    recipe = trainer.recipe
+    bar = tqdm(total=recipe.steps, initial=trainer.step, unit="step", mininterval=0.5)
     with bar, log.open("a", encoding="utf-8") as rows:
         for row in trainer.run():
-            if not first:
-                continue
             short = {name: float(f"{value:.6g}") for name, value in row.items()}
             rows.write(json.dumps(short | {"step": row["step"]}) + "\n")
             rows.flush()
-            rate = r.rows * (r.length - 1) / row["seconds"]
-            shown = dict(loss=f"{row['loss']:.3f}", tokens_s=f"{rate:.0f}",
-                         MaxVio=f"{row['max_vio']:.2f}")
-            if "validation_loss" in row:
+            if "nats_per_byte" in row:
                 bar.write(f"step {row['step']}: validation loss {row['nats_per_byte']:.4f} "
                           "nats a byte", file=sys.stderr)
-            bar.set_postfix(shown, refresh=False)
+            rate = recipe.rows * recipe.length / row["seconds"]
+            bar.set_postfix(loss=f"{row['loss']:.3f}", tokens_s=f"{rate:.0f}",
+                            MaxVio=f"{row['max_vio']:.2f}", refresh=False)
             bar.update()
 
 
 def keep_rows(log: Path, step: int) -> None:
-    """Leave the rows up to `step`: a run that was killed may have logged more than it kept."""
+    """Leave the rows up to `step`: a run that was killed may have logged more than it kept,
+    and half of a row."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    log.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    kept = []
+    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else []:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            break
+    aside = log.with_suffix(".new")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(log)
+
+
+def ship(trainer: Trainer, folder: Path, log: Path) -> None:
+    save_checkpoint(trainer.model.to(torch.bfloat16), folder, released_layout=True)
+    trainer.data.tokenizer.save(folder)
+    shutil.copy(log, folder)
 
 
 @contextmanager
@@ -149,24 +203,23 @@ def processes(device: str):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args, trainer = parser().parse_args(arguments), None
+    # A scheduler ends a job with SIGTERM; that is to lose as little as Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
+        check(args)
+        torch.set_num_threads(vars(args).get("threads", torch.get_num_threads()))
         with processes(args.device):
-            data = read_data(args)
-            trainer = (Trainer.resume(args.run, data, args.device) if args.resume
-                       else new_trainer(args, data))
+            trainer = make_trainer(args, read_data(args))
             follow(trainer, args.run / LOG)
             if args.ship is not None and trainer.rank == 0:
-                save_checkpoint(trainer.model.to(torch.bfloat16), args.ship,
-                                released_layout=True)
-                data.tokenizer.save(args.ship)
-                shutil.copy(args.run / LOG, args.ship)
+                ship(trainer, args.ship, args.run / LOG)
     except KeyboardInterrupt:
-        print(f"\nstopped, and saved in {args.run}; --resume goes on", file=sys.stderr)
+        saved = trainer is not None and trainer.saved
+        what = f"saved step {saved} in {args.run}; --resume goes on" if saved else "nothing to save"
+        print(f"\nstopped, {what}", file=sys.stderr)
         return 130
-    except K3Error as error:
+    except (K3Error, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -34,101 +34,91 @@ from k3_teach.parts.balancer import Balancer
 from k3_teach.train import store
 from k3_teach.train.muon import apply_qk_clip_, largest_logits, qk_clip
 from k3_teach.train.optimiser import learning_rate, make_optimisers, mla_layers
+from k3_teach.train.recipe import Recipe
 from k3_teach.train.text import Data
 
 
 VALIDATION_TOKENS = 8192        # in one forward pass
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How to train. InputError for values that describe no run."""
-
-    steps: int
-    rows: int = 16                  # pieces of text in a batch, over all processes
-    length: int = 128               # tokens in a piece
-    lr: float = 4e-3                # the largest learning rate
-    optimiser: str = "muon"         # "muon" (and AdamW for what is no matrix), or "adamw"
-    per_head: bool = True           # Muon on queries, keys and values head by head
-    weight_decay: float = 0.1
-    warmup: float = 0.01            # share of the steps in which the rate goes up
-    last_lr: float = 0.1            # where it ends, as a share of `lr`
-    clip: float = 1.0               # longest gradient, over all parameters
-    qk_clip: float | None = 100.0   # largest attention logit; None: no QK-Clip
-    balance: str = "quantile"       # method of `Balancer`
-    autocast: bool = False          # matrix products in bfloat16
-    seed: int = 0                   # of the batches
-    validate_every: int = 0         # steps between two validations; 0: never
-    save_every: int = 0             # steps between two checkpoints; 0: at the end only
-
-    def __post_init__(self):
-        least = dict(steps=1, rows=1, length=2, validate_every=0, save_every=0, seed=0)
-        for name, low in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise InputError(f"{name} is {value!r}; it must be an integer of at least "
-                                 f"{low}")
-        positive = {"lr": self.lr, "clip": self.clip, "qk_clip": self.qk_clip or 1}
-        for name, value in positive.items():
-            if not 0 < value < math.inf:
-                raise InputError(f"{name} is {value}; it must be above 0, and finite")
-        shares = {"warmup": self.warmup, "last_lr": self.last_lr,
-                  "weight_decay": self.weight_decay}
-        for name, value in shares.items():
-            if not 0 <= value <= 1:
-                raise InputError(f"{name} is {value}; it must be from 0 to 1")
-
-
 class Trainer:
     """Trains any model that maps ids [B,T] to logits [B,T,vocab], in place.
 
     step: how many steps are done. folder: where checkpoints go (for a K3Model); None
-    keeps nothing. InputError for a vocabulary that the model does not have.
+    keeps nothing. It watches the model by hooks until `remove()`. InputError for data that
+    do not fit the model or the recipe.
     """
 
     def __init__(self, model: nn.Module, data: Data, recipe: Recipe, folder=None):
         self.model, self.data, self.recipe, self.folder = model, data, recipe, folder
-        config = getattr(model, "config", None)
-        if config is not None and data.tokenizer.vocab_size > config.vocab_size:
-            raise InputError(f"the tokenizer has {data.tokenizer.vocab_size} tokens; the "
-                             f"model knows {config.vocab_size}")
         self.device = next(model.parameters()).device
         self.rank, self.world = _processes()
-        if recipe.rows % self.world:
-            raise InputError(f"rows is {recipe.rows}; it must be a multiple of the "
-                             f"{self.world} processes")
+        self._check()
         self.optimisers = make_optimisers(model, recipe.optimiser, recipe.per_head,
                                           recipe.weight_decay)
         self.balancer = Balancer(model, recipe.balance)
-        self.mla, self.seen, self.step = mla_layers(model), {}, 0
+        self.mla, self.seen, self.hooks = mla_layers(model), {}, []
+        self.step, self.saved = 0, 0        # steps done, and those of the last checkpoint
         if recipe.qk_clip is not None:
             for name, layer in self.mla.items():
-                layer.register_forward_pre_hook(lambda _, args, n=name: self._see(n, args[0]))
+                see = lambda _, args, n=name: self._see(n, args[0])
+                self.hooks.append(layer.register_forward_pre_hook(see))
+
+    def _check(self) -> None:
+        data, recipe = self.data, self.recipe
+        config = getattr(self.model, "config", None)
+        if config is not None and data.tokenizer.vocab_size > config.vocab_size:
+            raise InputError(f"the tokenizer has {data.tokenizer.vocab_size} tokens; the "
+                             f"model knows {config.vocab_size}")
+        if recipe.rows % self.world:
+            raise InputError(f"rows is {recipe.rows}; it must be a multiple of the "
+                             f"{self.world} processes")
+        data.batch(0, 1, recipe.length)     # is the text long enough?
+        if recipe.validate_every:
+            data.pieces(recipe.length)
+        if self.folder is not None:
+            store.check(self.folder, self.model)
+
+    def remove(self) -> None:
+        """Stop watching the model."""
+        self.balancer.remove()
+        for hook in self.hooks:
+            hook.remove()
 
     def run(self, steps: int | None = None):
         """Yields a row after each step, until the recipe's end or `steps` more.
 
         A row has step, loss (in nats a token, before the step), lr, grad_norm, max_vio
         (mean over the layers with experts), seconds, and at times validation_loss, also as
-        nats_per_byte.
-        However it ends, also by Ctrl-C, the last whole step is saved. TrainingError for a
-        loss or a gradient that is no number.
+        nats_per_byte. Ctrl-C is raised behind the row of the step that it came in. When
+        the run ends, is left or interrupted, its last step is saved; after an error it is
+        not. TrainingError for a loss or a gradient that is no number.
         """
         end = self.recipe.steps if steps is None else self.step + steps
-        saved = None
         try:
             while self.step < min(end, self.recipe.steps):
-                with interrupt_waits():
-                    row = self.train_step()
-                if _due(self.step, self.recipe.validate_every, self.recipe.steps):
-                    row["validation_loss"] = loss = self.validation_loss()
-                    row["nats_per_byte"] = loss / self.data.bytes_per_token
-                if _due(self.step, self.recipe.save_every, 0):
-                    saved = self.save()
+                with interrupt_waits(then_raise=False) as asked:
+                    row = self._step_and_what_is_due()
                 yield row
-        finally:
-            if self.folder is not None and saved != self.step and self.step:
-                self.save()
+                if asked:
+                    raise KeyboardInterrupt
+        except (KeyboardInterrupt, GeneratorExit):
+            self._keep()
+            raise
+        self._keep()
+
+    def _step_and_what_is_due(self) -> dict:
+        row, recipe = self.train_step(), self.recipe
+        if _due(self.step, recipe.validate_every, recipe.steps):
+            row["validation_loss"] = loss = self.validation_loss()
+            row["nats_per_byte"] = loss / self.data.bytes_per_token
+        if _due(self.step, recipe.save_every, 0):
+            self._keep()
+        return row
+
+    def _keep(self) -> None:
+        if self.folder is not None and self.saved != self.step:
+            self.save()
 
     def train_step(self) -> dict:
         """One step on the next batch. -> its row."""
@@ -164,9 +154,10 @@ class Trainer:
     def _failure(self, why) -> TrainingError:
         """Undo what the step has left so far. -> the error to raise."""
         self._forget()
-        return TrainingError(f"step {self.step + 1}: {why}. The step was not taken, the model "
-                             f"is that of step {self.step}. A smaller lr than "
-                             f"{self.recipe.lr} may help")
+        kept = f"; {self.folder} holds that of step {self.saved}" if self.saved else ""
+        return TrainingError(
+            f"step {self.step + 1}: {why}. The step was not taken: the model is that of step "
+            f"{self.step}{kept}. Go on from there with a smaller lr than {self.recipe.lr}")
 
     def _update(self, lr: float) -> None:
         """Weights, then QK-Clip by the logits that the old weights gave, then biases."""
@@ -210,16 +201,16 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Mean over the validation text, in nats a token."""
-        training, r = self.model.training, self.recipe
+        """Mean over the validation text, in nats a token. Leaves the model in evaluation
+        mode; every process takes all of it."""
+        recipe, total = self.recipe, 0.0
+        pieces = self.data.pieces(recipe.length)
         self.model.eval()
-        total, pieces = 0.0, self.data.pieces(r.length)
-        for ids in pieces.split(max(1, VALIDATION_TOKENS // r.length)):
+        for ids in pieces.split(max(1, VALIDATION_TOKENS // recipe.length)):
             ids = ids.to(self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=r.autocast):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.autocast):
                 logits = self.model(ids)
             total += float(next_token_loss(logits, ids)) * len(ids)
-        self.model.train(training)
         return total / len(pieces)
 
     # --- keeping it -------------------------------------------------------------------
@@ -233,43 +224,47 @@ class Trainer:
 
     def save(self) -> int:
         """Write the checkpoint of this step to the folder. -> the step."""
-        if self.rank == 0:
-            with interrupt_waits():
+        with interrupt_waits():
+            if self.rank == 0:
                 store.save(self.folder, self.model, self.optimisers, self.data.tokenizer,
                            self.step, self.recipe, self.fingerprint())
+            self.saved = self.step
         return self.step
 
     @classmethod
-    def resume(cls, folder, data: Data, device="cpu") -> "Trainer":
+    def resume(cls, folder, data: Data, device="cpu", **changes) -> "Trainer":
         """Go on from the newest checkpoint of a folder, as if there had been no stop.
 
-        InputError for another text; CheckpointError for a folder without a whole one.
+        changes: of fields of the recipe, such as lr; without them, and with as many
+        processes on the same machine, the bits are those of one run. InputError for another
+        text; CheckpointError for a folder without a whole checkpoint.
         """
         newest = store.newest(folder)
         model, step, recipe, fingerprint = store.load(newest, device)
-        trainer = cls(model, data, Recipe(**recipe), folder)
+        trainer = cls(model, data, replace(Recipe(**recipe), **changes), folder)
         if trainer.fingerprint() != fingerprint:
             raise InputError(f"{newest} was trained on another text, or with another "
                              "tokenizer; a run is resumed with the data it began with")
         store.load_optimisers(newest, model, trainer.optimisers)
-        trainer.step = step
+        trainer.step = trainer.saved = step
         return trainer
 
 
 @contextmanager
-def interrupt_waits():
-    """Ctrl-C inside this block takes effect at its end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield       # only the main thread is interrupted
-        return
+def interrupt_waits(then_raise: bool = True):
+    """Ctrl-C inside this block takes effect at its end. Yields a list that then is not
+    empty, for one who wants to raise it later."""
     asked = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked     # only the main thread is interrupted
+        return
     before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
     try:
-        yield
+        yield asked
     finally:
         signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
+        if asked and then_raise:
+            raise KeyboardInterrupt
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -5,8 +5,9 @@ model what the next step needs.
     optimiser.safetensors                               momenta, by optimiser and parameter
     training.json                                       step, recipe, which text
 
-A folder is made under another name and renamed when it is whole, and only then is the one
-before it removed. No pickle: what is read can't run.
+A folder is made under another name and renamed when it is whole, and only then is an old
+one removed. Two are kept: the newest may be of a run that has begun to diverge. No pickle:
+what is read can't run.
 """
 
 import json
@@ -27,41 +28,55 @@ from k3_teach.model import K3Model
 from k3_teach.saving import save_checkpoint
 
 OPTIMISER, TRAINING = "optimiser.safetensors", "training.json"
+UNFINISHED, KEPT = ".saving-", 2
+
+
+def check(folder, model: nn.Module) -> None:
+    """InputError for a model that the released format can't hold, and for a folder that
+    can't be one."""
+    if not isinstance(model, K3Model):
+        raise InputError(f"a {type(model).__name__} has no released format; only a K3Model "
+                         "is kept in a folder")
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise InputError(f"{folder} is a file; a run needs a folder")
 
 
 def save(folder, model: nn.Module, optimisers: dict, tokenizer, step: int, recipe,
          fingerprint: str) -> Path:
-    """Write the checkpoint of a step and remove older ones. -> its folder.
+    """Write the checkpoint of a step; it and the one before are kept. -> its folder.
 
-    InputError for a model that the released format can't hold, and for weights that are
-    not finite: the checkpoint before stays.
+    InputError for weights that are not finite: the folder stays as it is.
     """
-    if not isinstance(model, K3Model):
-        raise InputError(f"a {type(model).__name__} has no released format; only a K3Model "
-                         "is kept in a folder")
+    check(folder, model)
     bad = [n for n, p in model.named_parameters() if not bool(p.isfinite().all())]
     if bad:
         raise InputError(f"step {step} is not saved: {bad[0]} holds NaN or infinity")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
+    _remove_leftovers(folder)
+    new = Path(tempfile.mkdtemp(dir=folder, prefix=UNFINISHED))
     try:
         save_checkpoint(model, new)
         tokenizer.save(new)
         save_file(_optimiser_tensors(model, optimisers), new / OPTIMISER)
         about = dict(step=step, recipe=asdict(recipe), text=fingerprint)
         (new / TRAINING).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        new.chmod(0o755)            # mkdtemp makes folders for one user alone
         target = folder / f"step-{step:06d}"
         if target.exists():         # of a run that was resumed from before it
-            shutil.rmtree(target)
+            os.rename(target, f"{new}-old")
         os.rename(new, target)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    for old in _whole(folder):
-        if old != target:
-            shutil.rmtree(old)
+    finally:
+        _remove_leftovers(folder)
+    for old in _whole(folder)[:-KEPT]:
+        shutil.rmtree(old)
     return target
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a save that was killed has left."""
+    for leftover in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def newest(folder) -> Path:

@@ -38,7 +38,7 @@ def corpus(source: str | Path | None = None) -> str:
     if source == "library":
         return _without_repetitions(_topics() + _docstrings())
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = Path(source).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"{source}: not a text to learn from ({e}); it must be 'topics', "
                          "'library' or a UTF-8 file") from None
@@ -102,7 +102,8 @@ class Bytes:
         return joined.decode("utf-8", errors="replace")
 
     def save(self, folder) -> None:
-        """Nothing to write: without a `tokenizer.json`, tokens are bytes."""
+        """No file says that tokens are bytes."""
+        (Path(folder) / TOKENIZER).unlink(missing_ok=True)
 
 
 class BPE(Bytes):
@@ -120,12 +121,17 @@ class BPE(Bytes):
         others = [i for i in range(256) if i not in printable]
         self.byte = {chr(i): i for i in printable}
         self.byte.update({chr(256 + n): i for n, i in enumerate(others)})
-        if set(self.byte) != set(ByteLevel.alphabet()):
-            raise InputError("this version of tokenizers writes bytes in another way")
+        alphabet, words = set(ByteLevel.alphabet()), tokenizer.get_vocab()
+        if set(self.byte) != alphabet or not all(alphabet >= set(w) for w in words):
+            raise InputError("not a byte-level encoding: a token holds other characters "
+                             "than those that the library writes for bytes")
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "BPE":
-        """Learn the merges from a text. InputError for fewer than 256 tokens."""
+        """Learn the merges from a text; a short one may give fewer tokens than asked for.
+
+        InputError for fewer than 256.
+        """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         if vocab_size < 256:
             raise InputError(f"vocab_size is {vocab_size}; bytes alone are 256")
@@ -144,6 +150,8 @@ class BPE(Bytes):
         from tokenizers import Tokenizer
         try:
             return cls(Tokenizer.from_file(str(file)))
+        except InputError:
+            raise
         except Exception as e:      # the library raises Exception itself
             raise InputError(f"{file}: not a tokenizer ({e})") from None
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -49,17 +50,54 @@ def test_a_run_that_is_stopped_and_resumed_and_shipped(tmp_path, text, config, c
     # The same run, stopped after two steps.
     from k3_teach.train import __main__ as command
     args = command.parser().parse_args([str(parts), *options, "--steps", "4"])
-    trainer = command.new_trainer(args, command.read_data(args))
+    trainer = command.make_trainer(args, command.read_data(args))
     list(trainer.run(2))
     assert main([str(parts), "--resume", "--text", text]) == 0
     a, b = (k3.load_checkpoint(f / "step-000004").state_dict() for f in (whole, parts))
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
+def test_a_resumed_run_can_be_made_longer(tmp_path, text, config):
+    options = [str(tmp_path), *SMALL, "--text", text, "--config", config]
+    assert main([*options, "--steps", "2"]) == 0
+    assert main([str(tmp_path), "--resume", "--text", text, "--steps", "3", "--lr", "0.001"]) == 0
+    assert [r["step"] for r in rows_of(tmp_path)] == [1, 2, 3] and rows_of(tmp_path)[2]["lr"] < 0.001 + 1e-9
+
+
+def test_what_is_said_when_nothing_could_be_saved(tmp_path, text, monkeypatch, capsys):
+    from k3_teach.train import __main__ as command
+    def interrupted(args):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(command, "read_data", interrupted)
+    assert main([str(tmp_path), "--text", text, "--steps", "2"]) == 130
+    assert "stopped, nothing to save" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sigterm_is_as_gentle_as_ctrl_c(tmp_path, text, config):
+    run = subprocess.Popen([sys.executable, "-m", "k3_teach.train", str(tmp_path), *SMALL, "--text", text,
+                            "--config", config, "--steps", "100000"], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "log.jsonl"
+    while run.poll() is None and not (log.exists() and log.read_text().count("\n") > 3):
+        time.sleep(0.1)
+    run.terminate()
+    said = run.communicate()[1]
+    assert run.returncode == 130 and "--resume goes on" in said
+    kept = max(p.name for p in tmp_path.glob("step-*"))
+    assert rows_of(tmp_path)[-1]["step"] == int(kept[5:])
+
+
+def test_bytes_in_a_folder_that_had_another_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    Bytes().save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_log_never_has_more_than_the_checkpoint(tmp_path):
     log = tmp_path / "new" / "log.jsonl"
     keep_rows(log, 3)
     log.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 6)))
+    log.write_text(log.read_text() + '{"step": ')       # the disk was full
     keep_rows(log, 3)
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
 
@@ -71,7 +109,11 @@ def test_a_log_never_has_more_than_the_checkpoint(tmp_path):
     (["--steps", "2", "--text", "/no/such/file"], "not a text to learn from"),
     (["--steps", "2", "--config", "/no/such/file.json"], "file.json"),
     (["--steps", "2", "--bpe", "7"], "vocab_size is 7"),
-    (["--steps", "2", "--optimiser", "sgd"], "optimiser is 'sgd'"),
+    (["--steps", "2", "--threads", "0"], "--threads is 0; it must be at least 1"),
+    (["--steps", "2", "--tokenizer", "/no/such"], "has no tokenizer.json"),
+    (["--resume", "--bpe", "300"], "--bpe goes with a new run"),
+    (["--steps", "2", "--ship", __file__], "is a file; it must be a folder"),
+    (["--steps", "2", "--device", "abacus"], "--device is 'abacus'"),
 ])
 def test_one_line_for_what_cannot_be_meant(tmp_path, text, options, says, capsys):
     base = [] if "--text" in options else ["--text", text]

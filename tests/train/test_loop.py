@@ -129,7 +129,7 @@ def test_validation_loss_is_the_mean_over_the_pieces(data):
         direct = k3.next_token_loss(model(pieces), pieces)
     model.train()
     assert trainer.validation_loss() == pytest.approx(float(direct), rel=1e-5)
-    assert model.training and not trainer.balancer.tallies
+    assert not model.training and not trainer.balancer.tallies
 
 
 def test_validations_come_when_they_are_due(data):
@@ -160,6 +160,7 @@ def test_the_folder_is_a_checkpoint_in_the_released_format(tmp_path, data):
     trainer = Trainer(small(), data, recipe(), tmp_path)
     list(trainer.run(3))
     assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+    assert (tmp_path / "step-000003").stat().st_mode & 0o777 == 0o755
     loaded = k3.load_checkpoint(tmp_path / "step-000003")
     assert_same_bits(weights(loaded), weights(trainer.model))
 
@@ -191,12 +192,77 @@ def test_ctrl_c_waits_for_the_end_of_a_step(tmp_path, data, monkeypatch):
 
 
 def test_an_interrupt_is_not_lost_when_the_block_fails():
-    with pytest.raises(ZeroDivisionError):
-        with interrupt_waits():
-            1 / 0
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         with interrupt_waits():
             os.kill(os.getpid(), signal.SIGINT)
+            1 / 0
+    assert isinstance(raised.value.__context__, ZeroDivisionError)
+    with interrupt_waits(then_raise=False) as asked:
+        assert not asked
+        os.kill(os.getpid(), signal.SIGINT)
+    assert asked
+
+
+def test_the_row_of_an_interrupted_step_is_not_lost(tmp_path, data, monkeypatch):
+    trainer, rows = Trainer(small(), data, recipe(validate_every=2, save_every=2), tmp_path), []
+    real = trainer.validation_loss
+    monkeypatch.setattr(trainer, "validation_loss", lambda: os.kill(os.getpid(), signal.SIGINT) or real())
+    with pytest.raises(KeyboardInterrupt):
+        for row in trainer.run():
+            rows.append(row)
+    assert [row["step"] for row in rows] == [1, 2] and "validation_loss" in rows[1]
+    resumed = Trainer.resume(tmp_path, data)
+    assert [row["step"] for row in resumed.run()] == [3, 4, 5, 6]
+
+
+def test_a_run_that_diverges_can_be_taken_up_with_a_smaller_rate(tmp_path, data):
+    """The weights that gave NaN are not kept, and the message says what is."""
+    trainer = Trainer(small(), data, recipe(steps=8, lr=0.01, save_every=1), tmp_path)
+    list(trainer.run(3))
+    trainer = Trainer.resume(tmp_path, data, lr=1e30)
+    with pytest.raises(k3.TrainingError, match=r"the model is that of step \d; .* holds that of step \d[.] .*smaller lr than 1e.30"):
+        list(trainer.run())
+    kept = sorted(p.name for p in tmp_path.iterdir())
+    assert "step-000003" in kept and len(kept) <= 2
+    for name in kept:
+        if name != "step-000003":
+            (tmp_path / name).rename(tmp_path / "away")
+    resumed = Trainer.resume(tmp_path, data, lr=0.005)
+    assert resumed.recipe.lr == 0.005 and [row["step"] for row in resumed.run()][0] == 4
+    assert resumed.model.norm.weight.isfinite().all()
+
+
+def test_an_error_in_the_middle_of_an_update_saves_nothing(tmp_path, data, monkeypatch):
+    """When the weights are new and the biases are not."""
+    trainer = Trainer(small(), data, recipe(save_every=2), tmp_path)
+    real, calls = trainer.balancer.step, []
+    monkeypatch.setattr(trainer.balancer, "step", lambda: calls.append(1) or (real() if len(calls) < 4 else 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        list(trainer.run())
+    assert trainer.step == 3 and [p.name for p in tmp_path.iterdir()] == ["step-000002"]
+    straight = Trainer(small(), data, recipe())
+    list(straight.run(2))
+    assert_same_bits(weights(Trainer.resume(tmp_path, data).model), weights(straight.model))
+
+
+def test_two_checkpoints_are_kept_and_no_leftovers(tmp_path, data):
+    (tmp_path / ".saving-killed").mkdir()
+    list(Trainer(small(), data, recipe(save_every=1), tmp_path).run())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000005", "step-000006"]
+    before = (tmp_path / "step-000006").stat().st_ino
+    list(Trainer.resume(tmp_path, data).run())          # at its end: nothing is written again
+    assert (tmp_path / "step-000006").stat().st_ino == before
+
+
+def test_checkpoints_that_are_due_without_a_folder(data):
+    assert len(list(Trainer(small(), data, recipe(save_every=2)).run())) == 6
+
+
+def test_remove_leaves_the_model_alone(data):
+    model = small()
+    trainer = Trainer(model, data, recipe())
+    trainer.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_nan_stops_before_anything_is_changed(tmp_path, data, monkeypatch):
@@ -205,7 +271,7 @@ def test_nan_stops_before_anything_is_changed(tmp_path, data, monkeypatch):
     before = weights(trainer.model)
     real = loop.next_token_loss
     monkeypatch.setattr(loop, "next_token_loss", lambda *a: real(*a) * math.nan)
-    with pytest.raises(k3.TrainingError, match=r"step 3: the loss is nan .* the model is that of step 2[.].*lr"):
+    with pytest.raises(k3.TrainingError, match=r"step 3: the loss is nan .* the model is that of step 2; .* holds that of step 2[.] .*lr"):
         list(trainer.run())
     assert_same_bits(weights(trainer.model), before)
     assert all(p.grad is None for p in trainer.model.parameters())
@@ -263,9 +329,19 @@ def test_only_a_k3_is_kept_in_a_folder(tmp_path, data):
     model = torch.nn.Sequential(torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256))
     trainer = Trainer(model, data, recipe())
     assert trainer.train_step()["max_vio"] == 0.0           # any model that maps ids to logits
-    trainer.folder = tmp_path
     with pytest.raises(k3.InputError, match="a Sequential has no released format"):
-        trainer.save()
+        Trainer(model, data, recipe(), tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(k3.InputError, match="file is a file; a run needs a folder"):
+        Trainer(small(), data, recipe(), tmp_path / "file")
+
+
+def test_a_text_that_is_shorter_than_a_piece():
+    data = Data(corpus()[:8_001], Bytes())
+    with pytest.raises(k3.InputError, match="length is 9000; it must be from 2 to"):
+        Trainer(small(), data, recipe(length=9000))
+    with pytest.raises(k3.InputError, match="length is"):
+        Trainer(small(), data, recipe(length=len(data.validation) + 1, validate_every=1))
 
 
 # --- what cannot be meant -------------------------------------------------------------
@@ -273,7 +349,7 @@ def test_only_a_k3_is_kept_in_a_folder(tmp_path, data):
 @pytest.mark.parametrize("field, value, allowed", [
     ("steps", 0, "an integer of at least 1"), ("rows", 1.5, "an integer"), ("length", 1, "at least 2"),
     ("steps", True, "an integer"), ("seed", -1, "at least 0"), ("lr", 0, "above 0"), ("lr", math.nan, "above 0"),
-    ("clip", math.inf, "finite"), ("qk_clip", -1.0, "above 0"), ("warmup", 1.1, "from 0 to 1"),
+    ("clip", math.inf, "finite"), ("qk_clip", -1.0, "above 0"), ("qk_clip", 0, "above 0"), ("lr", "x", "above 0"), ("warmup", 1.1, "from 0 to 1"),
     ("weight_decay", -0.1, "from 0 to 1")])
 def test_a_recipe_that_describes_no_run(field, value, allowed):
     with pytest.raises(k3.InputError, match=f"{field} is .*must be {allowed}|{field} is .*{allowed}"):

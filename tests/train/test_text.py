@@ -42,7 +42,7 @@ def test_library_has_the_manual_first_and_docstrings_behind(topics):
 
 def test_a_file_of_the_reader(tmp_path):
     file = tmp_path / "mine.txt"
-    file.write_text("naïve\n\nline", encoding="utf-8")
+    file.write_text("naïve\n\nline", encoding="utf-8-sig")     # with the mark that some editors put first
     assert corpus(file) == corpus(str(file)) == "naïve\n\nline"
 
 
@@ -89,6 +89,14 @@ def test_tokenizers_in_a_folder(tmp_path, bpe):
     assert load_tokenizer(tmp_path).encode("while True") == bpe.encode("while True")
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(k3.InputError, match="not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_encoding_that_is_not_of_bytes(tmp_path):
+    from tokenizers import Tokenizer, models
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(models.BPE({"a b": 0}, [])).save(str(file))
+    with pytest.raises(k3.InputError, match="not a byte-level encoding"):
         load_tokenizer(tmp_path)
 
 

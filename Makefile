@@ -31,7 +31,7 @@ test: $(BUILT)  ## run every test, then every notebook against its stored output
 notebooks: $(READY)  ## execute the chapters again and store their outputs
 	$(PY) -m k3_teach.notebook.execute run $(CHAPTERS)
 
-experiments: $(READY)  ## run the longer experiments again and store what they give (half an hour)
+experiments: $(READY)  ## run the longer experiments again and store what they give (two hours)
 	for script in book/experiments/*.py; do $(PY) $$script --output $${script%.py}.json || exit 1; done
 
 toy: $(READY)  ## train the model that ships, and its draft, again (a quarter of an hour on one core)

@@ -1,4 +1,4 @@
-"""Figures of chapters 10, 11 and 13: the three bills, the optimiser, a million tokens."""
+"""Figures of chapters 10, 11, 13 and 15: bills, optimiser, a million tokens, a trillion."""
 
 import math
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from k3_teach.mxfp4 import BLOCK
 from k3_teach.scale import cost
 from k3_teach.scale.roofline import CHIPS, attentions, intensity
 from k3_teach.speculative import expected_tokens
+from k3_teach.toy import FOLDER
 from k3_teach.train.muon import newton_schulz
 
 from .figure import Figure, column
@@ -162,3 +163,20 @@ def states(c: K3Config) -> Iterator[Figure]:
                      f"{fixed / 1e6:.0f}", "with a convention", note, page=f"{quoted} MB")
         yield Figure(chapter, f"tokens of MLA's cache that take as much, {name}", tokens,
                      f"{fixed / a_token:,.0f}", "with a convention", note)
+
+
+# --- chapter 15: training a small one -----------------------------------------------------
+
+def training(c: K3Config) -> Iterator[Figure]:
+    chapter, toy = "15_train", K3Config.from_json(FOLDER)
+    active, small = cost.active_parameters(c), cost.active_parameters(toy)
+    yield Figure(chapter, "FLOP for a trillion tokens", "6.3e+23", f"{6 * active * 1e12:.1e}",
+                 "with a convention", "6 a token and active parameter; attention is not counted",
+                 page=r"6.3 \cdot 10^{23}")
+    larger = cost.total_parameters(c) / cost.total_parameters(toy)
+    yield Figure(chapter, "how much larger K3 is than the shipped toy", "800,000",
+                 f"{round(larger, -5):,.0f}", "rounded", f"{larger:,.0f}",
+                 page="some 800,000 times larger")
+    yield Figure(chapter, "how much dearer a token of K3 is", "60,000",
+                 f"{round(active / small, -4):,.0f}", "rounded", f"{active / small:,.0f}",
+                 page="some 60,000 times dearer")

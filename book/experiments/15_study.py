@@ -25,7 +25,7 @@ variants see the same batches. A toy: it proves nothing about K3.
 
     python book/experiments/15_study.py --output book/experiments/15_study.json
 
-takes about 60 minutes on one core. It can be stopped (Ctrl-C) and started again: runs that are in
+takes about 75 minutes on one core. It can be stopped (Ctrl-C) and started again: runs that are in
 the file are kept. Chapter 15 reads the result, and repeats the first steps of a run with `short`.
 """
 

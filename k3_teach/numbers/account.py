@@ -1,4 +1,4 @@
-"""Figures of chapters 10, 11, 13 and 15: bills, optimiser, a million tokens, a trillion."""
+"""Figures of chapters 10, 11, 13, 15 and 16: bills, the optimiser, a million tokens."""
 
 import math
 from collections.abc import Iterator
@@ -180,3 +180,24 @@ def training(c: K3Config) -> Iterator[Figure]:
     yield Figure(chapter, "how much dearer a token of K3 is", "60,000",
                  f"{round(active / small, -4):,.0f}", "rounded", f"{active / small:,.0f}",
                  page="some 60,000 times dearer")
+
+
+# --- chapter 16: writing text -------------------------------------------------------------
+
+def writing(c: K3Config) -> Iterator[Figure]:
+    chapter, bound = "16_generate", -c.linear_attn_config.gate_lower_bound
+    yield Figure(chapter, "1 over K3's strongest decay", "148", f"{math.exp(bound):.0f}",
+                 page="a factor of 148")
+    most = math.log(torch.finfo(torch.float32).max)
+    yield Figure(chapter, "such decays whose inverse leaves float32", "18",
+                 f"{math.ceil(most / bound)}", page="eighteen of them")
+    point, after = (cost.cache_bytes(c, n)["total"] for n in (0, 1))
+    yield Figure(chapter, "tokens whose rows weigh as much as a stored point", "16,253",
+                 f"{point // (after - point):,}", "with a convention",
+                 "states in float32, rows and inputs of the convolutions in bfloat16")
+    every = tuple(range(1, c.num_hidden_layers + 1))
+    full = c.replace(kda_layers=(), full_attn_layers=every)
+    share = cost.cache_bytes(c, 2 ** 20)["total"] / cost.cache_bytes(full, 2 ** 20)["total"]
+    yield Figure(chapter, "cache at 2^20 tokens over that of 93 layers of MLA", "a quarter",
+                 "a quarter" if round(4 * share) == 1 else f"{share:.2f}", "rounded",
+                 f"{share:.3f}", page="about a quarter")

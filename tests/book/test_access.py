@@ -25,6 +25,7 @@ PREPARE = """() => {
     seen.has(kind) ? word.replaceWith(...word.childNodes) : seen.add(kind);
   }
 }"""
+SETTLE = 400    # ms; the theme looks for what can be scrolled 0.3 s after the last change
 CHECK = """async () => {
   const found = await axe.run({exclude: [["mjx-container"]]}, {resultTypes: ["violations"]});
   return found.violations.flatMap(fault => fault.nodes.map(node => [
@@ -42,6 +43,7 @@ def test_no_serious_fault(browser, address, site, pages, width, scheme):
         for path, url in addresses(pages, site, address).items():
             page, _ = open_page(context, url)
             page.evaluate(PREPARE)
+            page.wait_for_timeout(SETTLE)
             bad += [f"{path.name}: {words}" for impact, words in faults(page) if impact in SERIOUS]
             page.close()
     assert not bad, "\n".join(bad)

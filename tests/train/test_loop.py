@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import k3_teach as k3
-from k3_teach.parts.balance import QuantileHistogram
+from k3_teach.parts.balance import QuantileHistogram, margins
 from k3_teach.train import loop
 from k3_teach.train.loop import Recipe, Trainer, interrupt_waits
 from k3_teach.train.optimiser import learning_rate
@@ -85,7 +85,6 @@ def test_the_biases_follow_the_quantiles_of_the_step(data):
     router.register_forward_hook(lambda m, a, out: seen.append(out[2].detach()))
     trainer.train_step()
     histogram = QuantileHistogram(torch.zeros(8), 1000)
-    from k3_teach.parts.balance import margins
     histogram.add(margins(seen[0], torch.zeros(8), 2))
     assert_close(router.e_score_correction_bias.detach(), histogram.new_bias(2))
     assert router.e_score_correction_bias.abs().max() > 0
@@ -167,11 +166,9 @@ def test_the_folder_is_a_checkpoint_in_the_released_format(tmp_path, data):
 
 def test_closing_the_loop_saves_the_last_whole_step(tmp_path, data):
     trainer = Trainer(small(), data, recipe(), tmp_path)
-    for row in trainer.run():
+    for row in trainer.run():       # the generator is closed when nothing holds it any more
         if row["step"] == 4:
             break
-    del row
-    trainer.model      # the generator is closed when nothing holds it
     assert Trainer.resume(tmp_path, data).step == 4
 
 

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 import k3_teach as k3
 from k3_teach.train.optimiser import learning_rate, make_optimisers, mla_layers, parameter_groups

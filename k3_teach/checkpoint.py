@@ -58,7 +58,7 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
     check_dtype(dtype)
     folder = Path(folder)
     config = K3Config.from_json(folder)
-    stored = _Stored(folder)
+    stored = Stored(folder)
     model = K3Model(config, device="meta")
     places = released_names(model)
     extra = sorted(stored.names - places.keys())
@@ -80,7 +80,7 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
     return model.eval()
 
 
-class _Stored:
+class Stored:
     """The tensors of a folder under their names without `language_model.`, read one at a
     time through a memory map.
 
@@ -176,7 +176,7 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / n for n in names]
 
 
-def _misshapen(places, stored: _Stored):
+def _misshapen(places, stored: Stored):
     """Yields name, stored shape and wanted shape of what does not fit. `A_log` may be too
     long: see `_fit`."""
     for name, (p, e) in places.items():

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 
 GROWTH = 256  # rows of the smallest LatentCache buffer
 
@@ -163,10 +163,10 @@ class Cache:
         rows int64 [n]; they may repeat, and n may differ from the batch size.
         InputError for another shape or dtype, and for a row that there is not.
         """
-        integers = rows.dtype in (torch.int32, torch.int64)
-        if rows.ndim != 1 or not integers or len(rows) == 0:
-            raise InputError(f"rows is {rows.dtype} of shape {list(rows.shape)}; "
-                             "it must be a list of row numbers, int64 [n]")
+        integers = isinstance(rows, Tensor) and rows.dtype in (torch.int32, torch.int64)
+        if not integers or rows.ndim != 1 or not rows.numel() or rows.is_meta:
+            raise InputError(f"rows is {shown(rows)}; "
+                             "it must be a list of row numbers, an int64 tensor [n]")
         if rows.min() < 0 or rows.max() >= self.batch_size:
             raise InputError(f"rows holds {rows.tolist()}; "
                              f"row numbers must be from 0 to {self.batch_size - 1}")
@@ -187,7 +187,7 @@ class Cache:
         InputError for a snapshot of another cache or order of rows, and for one that
         lies beyond a later rollback: tokens that it knew may have been replaced since.
         """
-        if to.owner is not self._owner:
+        if getattr(to, "owner", None) is not self._owner:
             raise InputError("this snapshot was taken from another cache, "
                              "or before this one was reordered")
         cut = self._cut[to.rollbacks:]

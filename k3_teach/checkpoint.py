@@ -9,6 +9,7 @@ or one error lists them all.
 
 import json
 import re
+import struct
 from math import prod
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from torch import Tensor
 from k3_teach import mxfp4
 from k3_teach.config import K3Config
 from k3_teach.errors import CheckpointError, InputError
+from k3_teach.files import as_path, read_json
 from k3_teach.model import K3Model
-from k3_teach.validate import check_dtype
+from k3_teach.validate import check_device, check_dtype
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -51,14 +53,19 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
     """The model in `folder`, in evaluation mode.
 
     dtype None: that of the stored embedding. Parameters that the release keeps in float32
-    are kept so. InputError for a dtype that no model has; ConfigError; CheckpointError for
-    files that cannot be read, and for tensors that do not fit, listing every missing,
-    extra and misshapen one.
+    are kept so. InputError for a dtype that no model has, for a folder or device that is
+    none; ConfigError; CheckpointError for files that cannot be read, and for tensors that
+    do not fit, listing every missing, extra and misshapen one.
     """
     check_dtype(dtype)
-    folder = Path(folder)
+    check_device(device)
+    folder = as_path(folder)
     config = K3Config.from_json(folder)
     stored = Stored(folder)
+    for field in ("num_hidden_layers", "num_experts"):      # before any are made
+        if (n := getattr(config, field)) > len(stored.names):
+            raise CheckpointError(f"{folder}: {field} is {n}; the files hold only "
+                                  f"{len(stored.names)} tensors")
     model = K3Model(config, device="meta")
     places = released_names(model)
     extra = sorted(stored.names - places.keys())
@@ -95,6 +102,7 @@ class Stored:
                 f = safe_open(path, framework="pt")
                 for stored in f.keys():
                     self._add(stored, f, path)
+                _once(path)
             except (SafetensorError, OSError) as e:
                 message = f"{path}: not a readable safetensors file ({e})"
                 raise CheckpointError(message) from None
@@ -150,29 +158,43 @@ class Stored:
             raise CheckpointError(f"{name}: {e}") from None
 
 
+def _once(path: Path) -> None:
+    """CheckpointError for a header that names a tensor twice: safe_open takes the last."""
+    with open(path, "rb") as file:
+        size, = struct.unpack("<Q", file.read(8))
+        pairs = json.loads(file.read(size), object_pairs_hook=list)
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise CheckpointError(f"{path}: {twice} is stored twice; once is allowed")
+
+
 def _shards(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those of the index, else what lies there."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
         files = [single] if single.is_file() else sorted(folder.glob("model-*.safetensors"))
+        files = [path for path in files if path.is_file()]      # a pipe may never end
         if not files:
             wanted = f"{INDEX}, {SINGLE} or model-*.safetensors"
             raise CheckpointError(f"{folder}: holds no {wanted}")
         return files
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        names = sorted(set(read_json(index, CheckpointError)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index}: must be JSON with a weight_map from tensor names "
                               "to file names") from None
     outside = [n for n in names if not isinstance(n, str) or Path(n).name != n]
     if outside:
         raise CheckpointError(f"{index}: names {outside[0]!r}; "
                               "shards must be files in the same folder")
-    lost = [n for n in names if not (folder / n).is_file()]
+    try:
+        lost = [n[:80] for n in names if not (folder / n).is_file()]
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{index}: names what cannot be a file ({str(e)[:80]})") from None
     if lost:
-        raise CheckpointError(f"{folder}: the index names shards that are not there: "
-                              f"{', '.join(lost)}")
+        raise CheckpointError(f"{folder}: the index names {len(lost)} shards that are not "
+                              f"there: {', '.join(lost[:9])}")
     return [folder / n for n in names]
 
 

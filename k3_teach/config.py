@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Mapping
 
-from k3_teach.errors import ConfigError
+from k3_teach.errors import ConfigError, shown
+from k3_teach.files import as_path, read_json
 from k3_teach.validate import validate
 
 MODEL_TYPE = ("model_type", "kimi_linear")  # as the release has it
@@ -178,15 +179,9 @@ class K3Config:
         The fields may be nested in `text_config`. ConfigError for a file that is not
         there, is not JSON, or describes no model.
         """
-        path = Path(path)
+        path = as_path(path, "path")
         path = path / "config.json" if path.is_dir() else path
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: there is no such file") from None
-        except (OSError, ValueError, RecursionError) as e:
-            raise ConfigError(f"{path}: not a readable JSON file ({e})") from None
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(path, ConfigError))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "K3Config":
@@ -203,7 +198,7 @@ class K3Config:
         known = {k: v for k, v in data.items()
                  if k in names and (v is not None or getattr(cls, k, None) is None)}
         extra = {k: v for k, v in data.items()
-                 if k not in names | {"linear_attn_config"} and (k, v) != MODEL_TYPE}
+                 if k not in names | {"linear_attn_config", _INNER} and (k, v) != MODEL_TYPE}
         required = {f.name for f in fields(cls) if f.default is f.default_factory}
         missing = sorted(required - {*known, "linear_attn_config"})
         if missing:
@@ -254,7 +249,7 @@ def _linear_attn(data, extra: dict, num_layers) -> LinearAttnConfig:
     """
     data = {} if data is None else data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"linear_attn_config is {data!r}; it must be an object or null")
+        raise ConfigError(f"linear_attn_config is {shown(data)}; it must be an object or null")
     names = _names(LinearAttnConfig)
     unknown = {k: v for k, v in data.items() if k not in names}
     if unknown:
@@ -272,7 +267,7 @@ def _linear_attn(data, extra: dict, num_layers) -> LinearAttnConfig:
         raise ConfigError(f"linear_attn_config lacks {', '.join(missing)}")
     for k in ("kda_layers", "full_attn_layers"):
         if not isinstance(known[k], (list, tuple)):
-            raise ConfigError(f"linear_attn_config.{k} is {known[k]!r}; "
+            raise ConfigError(f"linear_attn_config.{k} is {shown(known[k])}; "
                               "it must be a list of layer numbers from 1")
         known[k] = tuple(known[k])
     return LinearAttnConfig(**known)

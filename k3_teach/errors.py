@@ -4,6 +4,15 @@ Each message names what was wrong and what is allowed.
 """
 
 
+def shown(value, most: int = 80) -> str:
+    """`value` as a message can show it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:       # of an integer of 5000 digits, for one
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most - 3]}..."
+
+
 class K3Error(ValueError):
     """Any mistake in what the caller passed."""
 

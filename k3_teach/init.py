@@ -27,7 +27,7 @@ import math
 import torch
 from torch import nn
 
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 
 
 def _zeros(p, std):
@@ -76,7 +76,7 @@ def init_parameters(module: nn.Module, variant: str = "report", std: float = 0.0
     InputError for a variant other than "report" and "released".
     """
     if variant not in ("report", "released"):
-        raise InputError(f"init is {variant!r}; it must be 'report' or 'released'")
+        raise InputError(f"init is {shown(variant)}; it must be 'report' or 'released'")
     for name, p in module.named_parameters():
         _, report, released = next(rule for rule in RULES if name.endswith(rule[0]))
         (report if variant == "report" else released)(p, std)

@@ -27,7 +27,7 @@ from k3_teach.parts.moe import Experts, MoE, Router
 from k3_teach.parts.norm import RMSNorm
 from k3_teach.parts.precision import upcast
 from k3_teach.parts.situ import Activation, GatedMLP
-from k3_teach.validate import check_cache, check_dtype, check_ids, check_mask
+from k3_teach.validate import check_cache, check_ids, check_mask, check_place
 
 
 def make_mixer(c: K3Config, layer: int) -> nn.Module:
@@ -157,13 +157,13 @@ class K3Model(nn.Module):
     `device="meta"` makes the shapes without memory. In a lower precision `dtype` the
     parameters that the release stores in float32 stay float32. `init` names the variant
     of `k3_teach.init`; seed it with `torch.manual_seed`. InputError for a dtype that is
-    not floating-point, and for another name of a variant.
+    not floating-point, a device that is none, and another name of a variant.
     """
 
     def __init__(self, config: K3Config, device=None, dtype: torch.dtype | None = None,
                  init: str = "report"):
         super().__init__()
-        check_dtype(dtype)
+        check_place(config, dtype, device)
         self.config = c = config
         d, eps = c.hidden_size, c.rms_norm_eps
         with torch.device(device or "cpu"):

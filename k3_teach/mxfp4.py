@@ -13,7 +13,7 @@ Shapes: packed uint8 [..., out, in/2], scale uint8 [..., out, in/32], weight [..
 import torch
 from torch import Tensor
 
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 
 BLOCK = 32           # columns that share a scale
 BIAS = 127           # the exponent stored as 0 is -127
@@ -58,11 +58,17 @@ def _row_chunks(columns: int, *tensors: Tensor):
         yield from zip(*(t.reshape(-1, t.shape[-1]).split(size) for t in tensors))
 
 
+def _has_values(x) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
+
+
 def _check_packed(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    bytes_ = packed.dtype == scale.dtype == torch.uint8
-    if not bytes_ or dtype not in ALWAYS_EXACT:
-        got = f"packed is {packed.dtype}, scale {scale.dtype}, to {dtype}"
+    kinds = [getattr(x, "dtype", None) for x in (packed, scale)]
+    if kinds != [torch.uint8] * 2 or dtype not in [*ALWAYS_EXACT]:
+        got = f"packed is {kinds[0]}, scale {kinds[1]}, to {shown(dtype)}"
         raise InputError(f"{got}; need uint8, uint8, to a float")
+    if not (_has_values(packed) and _has_values(scale) and packed.device == scale.device):
+        raise InputError("packed and scale must hold values, on one device")
     if not scale.ndim or packed.shape != (*scale.shape[:-1], scale.shape[-1] * BLOCK // 2):
         got = f"packed {tuple(packed.shape)}, scale {tuple(scale.shape)}"
         raise InputError(f"{got}; need [..., in/2] and [..., in/32]")
@@ -134,7 +140,9 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     InputError for in not a multiple of 32, for values that are not finite or beyond the
     format, and for integers.
     """
-    if weight.ndim < 1 or weight.shape[-1] % BLOCK or not weight.is_floating_point():
+    if not _has_values(weight):
+        raise InputError(f"weight is {shown(weight)}; need a tensor that holds values")
+    if weight.ndim < 1 or weight.shape[-1] % BLOCK or weight.dtype not in ALWAYS_EXACT:
         got = f"weight is {weight.dtype} {tuple(weight.shape)}"
         raise InputError(f"{got}; need floats, {BLOCK} n columns")
     if not bool(weight.isfinite().all()):

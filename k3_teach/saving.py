@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from k3_teach import mxfp4
 from k3_teach.checkpoint import CONFIG, INDEX, PREFIX, SINGLE, released_names
 from k3_teach.config import K3Config
+from k3_teach.files import as_path
 from k3_teach.model import K3Model
 
 
@@ -31,7 +32,7 @@ def save_checkpoint(model: K3Model, folder, max_shard_bytes: int = 5 * 10 ** 9,
     place: a save that fails or is interrupted leaves the previous checkpoint whole, or the
     new one. The same bits: for a model of one dtype and its float32 parameters.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = _config_to_write(model.config, released_layout, mxfp4_experts)
     tensors = _to_write(model, released_layout, mxfp4_experts)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from k3_teach.cache import Cache, Snapshot
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 from k3_teach.generate.sampling import check_sampling, draw, generators, sampling_law
 from k3_teach.generate.tokens import check_evaluating, check_room
 from k3_teach.model import K3Model
@@ -183,18 +183,21 @@ def speculate_greedy(target: K3Model, draft: K3Model, ids: Tensor, num_tokens: i
 
 
 def _check_call(target, draft, ids, num_tokens, drafts) -> None:
+    for name, model in (("target", target), ("draft", draft)):
+        if not isinstance(model, K3Model):
+            raise InputError(f"{name} is {shown(model)}; it must be a K3Model")
+    check_ids(ids, target.config.vocab_size)
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 1:
         raise InputError(f"ids has the shape {list(ids.shape)}; it must be [1, T], "
                          "and T at least 1")
     for name, value in (("num_tokens", num_tokens), ("drafts", drafts)):
-        if not isinstance(value, int) or value < 0:
-            raise InputError(f"{name} is {value!r}; "
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise InputError(f"{name} is {shown(value)}; "
                              "it must be an integer of at least 0")
     sizes = [model.config.vocab_size for model in (target, draft)]
     if sizes[0] != sizes[1]:
         raise InputError(f"target and draft know {sizes} tokens; they must share one "
                          "vocabulary")
-    check_ids(ids, sizes[0])
     for model in target, draft:
         check_evaluating(model)
         check_room(model.config, 0, ids.shape[1], num_tokens)

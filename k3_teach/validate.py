@@ -3,24 +3,28 @@
 Every message names the field or argument, its value, and what is allowed.
 """
 
+import sys
+from collections.abc import Mapping
 from itertools import count
 
 import torch
 from torch import Tensor
 
 from k3_teach.cache import Cache, KDAState
-from k3_teach.errors import ConfigError, InputError
+from k3_teach.errors import ConfigError, InputError, shown
 from k3_teach.mxfp4 import BLOCK
 
 POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size",
             "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
-            "moe_layer_freq", "num_expert_group", "topk_group",
-            "max_position_embeddings")
+            "moe_layer_freq", "num_expert_group", "topk_group")
 COUNT = ("qk_rope_head_dim", "num_experts", "num_shared_experts",
          "first_k_dense_replace", "num_nextn_predict_layers")
 OPTIONAL = ("q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size",
             "num_key_value_heads")
 LINEAR_POSITIVE = ("num_heads", "head_dim", "short_conv_kernel_size")
+OBJECTS = ("quantization_config", "wrapper", "extra")
+LIMIT = 2 ** 20     # of a size: a product of three, in bytes, is still below 2^63
+SIZE = f"a positive integer below {LIMIT}"
 TRUTH = ("mla_use_nope", "mla_use_output_gate", "latent_moe_use_norm",
          "moe_renormalize", "tie_word_embeddings")
 
@@ -39,7 +43,7 @@ def validate(config) -> None:
 
 def _require(ok: bool, name: str, value, allowed: str):
     if not ok:
-        raise ConfigError(f"{name} is {value!r}; it must be {allowed}")
+        raise ConfigError(f"{name} is {shown(value)}; it must be {allowed}")
 
 
 def _is_int(x) -> bool:
@@ -47,27 +51,36 @@ def _is_int(x) -> bool:
 
 
 def _is_positive_int(x) -> bool:
-    return _is_int(x) and 0 < x < 2 ** 40
+    return _is_int(x) and 0 < x < LIMIT
 
 
 def _is_number(x) -> bool:
     number = isinstance(x, (int, float)) and not isinstance(x, bool)
-    return number and abs(x) < float("inf")     # False for NaN too
+    return number and abs(x) <= sys.float_info.max      # False for NaN too
 
 
 def _validate_types(c) -> None:
     for n in POSITIVE:
         v = getattr(c, n)
-        _require(_is_positive_int(v), n, v, "a positive integer")
+        _require(_is_positive_int(v), n, v, SIZE)
+    v = c.max_position_embeddings           # no tensor has this size
+    _require(_is_int(v) and 0 < v < 2 ** 40, "max_position_embeddings", v,
+             "a positive integer")
     for n in COUNT:
         v = getattr(c, n)
-        _require(_is_int(v) and v >= 0, n, v, "an integer of at least 0")
+        _require(_is_int(v) and 0 <= v < LIMIT, n, v, f"an integer from 0 to {LIMIT - 1}")
     for n in OPTIONAL:
         v = getattr(c, n)
-        _require(v is None or _is_positive_int(v), n, v, "a positive integer or null")
+        _require(v is None or _is_positive_int(v), n, v, f"{SIZE}, or null")
+    for n in OBJECTS:
+        v = getattr(c, n)
+        absent = v is None and n != "extra"
+        _require(absent or isinstance(v, Mapping), n, v, "an object or null")
+    linear, n = c.linear_attn_config, "linear_attn_config"
+    _require(hasattr(linear, "kda_layers"), n, linear, "a LinearAttnConfig")
     for n in LINEAR_POSITIVE:
         v, n = getattr(c.linear_attn_config, n), f"linear_attn_config.{n}"
-        _require(_is_positive_int(v), n, v, "a positive integer")
+        _require(_is_positive_int(v), n, v, SIZE)
     for n in TRUTH:
         v = getattr(c, n)
         _require(isinstance(v, bool), n, v, "true or false")
@@ -78,6 +91,7 @@ def _validate_layers(c) -> None:
     kda, mla = linear.kda_layers, linear.full_attn_layers
     for name, layers in (("kda_layers", kda), ("full_attn_layers", mla)):
         name = f"linear_attn_config.{name}"
+        _require(isinstance(layers, (tuple, list)), name, layers, "a list")
         wrong = [i for i in layers if not _is_int(i) or not 1 <= i <= L][:9]
         _require(not wrong, name, wrong,
                  f"layer numbers from 1 to num_hidden_layers ({L})")
@@ -102,7 +116,7 @@ def _validate_experts(c) -> None:
         return
     E, k = c.num_experts, c.num_experts_per_token
     v = c.moe_intermediate_size
-    _require(_is_positive_int(v), "moe_intermediate_size", v, "a positive integer")
+    _require(_is_positive_int(v), "moe_intermediate_size", v, SIZE)
     _require(_is_int(k) and 1 <= k <= E, "num_experts_per_token", k,
              f"between 1 and num_experts ({E})")
     _one_of(c, "moe_router_activation_func", ("sigmoid", "softmax"))
@@ -181,9 +195,26 @@ def _positive_number(c, name: str) -> None:
 def check_dtype(dtype) -> None:
     """InputError unless `dtype` is None or one that a model can have."""
     allowed = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    if dtype is not None and dtype not in allowed:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in allowed):
         names = ", ".join(map(str, allowed))
-        raise InputError(f"dtype is {dtype!r}; it must be one of {names}, or None")
+        raise InputError(f"dtype is {shown(dtype)}; it must be one of {names}, or None")
+
+
+def check_place(config, dtype, device) -> None:
+    """InputError for what is no K3Config, and a dtype or device that no model has."""
+    if not hasattr(config, "linear_attn_config"):
+        raise InputError(f"config is {shown(config)}; it must be a K3Config")
+    check_dtype(dtype)
+    check_device(device)
+
+
+def check_device(device) -> None:
+    """InputError unless `device` is None or a device that this torch can use."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as e:
+        raise InputError(f"device is {shown(device)}: {str(e).splitlines()[0]}; it must be one "
+                         "that torch knows, such as 'cpu' or 'cuda'") from None
 
 
 def check_cache(cache, kda: list[bool]) -> None:
@@ -198,6 +229,7 @@ def check_cache(cache, kda: list[bool]) -> None:
 def check_ids(ids: Tensor, vocab_size: int) -> None:
     """InputError unless ids are token ids [B, T]."""
     integers = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+    integers = integers and ids.layout == torch.strided
     if not integers or ids.ndim != 2 or ids.numel() == 0:
         raise InputError(f"ids is {_kind(ids)}; "
                          "it must be an int64 tensor [B, T] with at least one token")
@@ -219,6 +251,7 @@ def check_mask(mask: Tensor, ids: Tensor, past: int, before: Tensor | None, cach
     """
     shape = [len(ids), past + ids.shape[1]]
     fits = isinstance(mask, Tensor) and list(mask.shape) == shape
+    fits = fits and mask.layout == torch.strided and mask.is_meta == ids.is_meta
     if not fits or mask.dtype.is_floating_point or mask.dtype.is_complex:
         raise InputError(f"attention_mask is {_kind(mask)}; it must be bool or integer,"
                          f" {shape}: it covers the {past} cached tokens too")

@@ -184,7 +184,7 @@ def test_broken_files(folder):
 
 
 @pytest.mark.parametrize("index, message", [
-    ("{", "must be JSON with a weight_map"), ("{}", "must be JSON with a weight_map"), ('{"weight_map": 3}', "must be JSON with a weight_map"),
+    ("{", "not a readable JSON file"), ("{}", "must be JSON with a weight_map"), ('{"weight_map": 3}', "must be JSON with a weight_map"),
     ('{"weight_map": {"a": "../x.safetensors"}}', "same folder"), ('{"weight_map": {"a": "/etc/passwd"}}', "same folder"), ('{"weight_map": {"a": 3}}', "must be|same folder"),
     ('{"weight_map": {"a": "gone.safetensors"}}', "not there: gone.safetensors")])
 def test_bad_index(folder, index, message):

@@ -8,7 +8,7 @@ a new prompt begins at the last of them up to which it says the same.
 from torch import Tensor
 
 from k3_teach.cache import Cache, Snapshot
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 from k3_teach.generate.tokens import check_room, read
 from k3_teach.model import K3Model
 from k3_teach.validate import check_ids
@@ -24,7 +24,9 @@ class Prefixes:
     def __init__(self, model: K3Model, every: int = 64, most: int = 8):
         for name, value in (("every", every), ("most", most)):
             if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is {value!r}; it must be a positive integer")
+                raise InputError(f"{name} is {shown(value)}; it must be a positive integer")
+        if not isinstance(model, K3Model):
+            raise InputError(f"model is {shown(model)}; it must be a K3Model")
         self.model, self.every, self.most = model, every, most
         self.seen: list[tuple[list[int], Cache, list[Snapshot]]] = []     # newest first
 
@@ -50,6 +52,7 @@ class Prefixes:
 
     def stored(self, ids: Tensor) -> int:
         """How many tokens of ids [1,T] `start` would not have to read."""
+        check_ids(ids, self.model.config.vocab_size)
         return len(self._longest(ids[0].tolist())[0])
 
     def nbytes(self) -> int:

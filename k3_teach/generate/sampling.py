@@ -12,13 +12,13 @@ Shapes: V tokens of the vocabulary; laws are float64 [..., V].
 """
 
 from collections.abc import Sequence
-from math import inf
 from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
-from k3_teach.errors import InputError
+from k3_teach.arguments import FLOATS
+from k3_teach.errors import InputError, shown
 
 
 def sampling_law(logits: Tensor, temperature: float = 1.0, top_k: int | None = None,
@@ -69,21 +69,21 @@ def generators(seed, rows: int) -> list[torch.Generator | None]:
     if isinstance(seed, Sequence) and len(seed) == rows:
         if not any(isinstance(s, Sequence) for s in seed):
             return [generators(s, 1)[0] for s in seed]
-    raise InputError(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1, "
+    raise InputError(f"seed is {shown(seed)}; it must be an integer from 0 to 2**63 - 1, "
                      f"None, or a list of {rows}, one for each row, which may be a "
                      "torch.Generator, too")
 
 
 def check_sampling(temperature, top_k, top_p) -> None:
     """InputError for what is out of range, or no number."""
-    if not _is_real(temperature) or not 0 <= temperature < inf:
-        raise InputError(f"temperature is {temperature!r}; it must be a number of at "
+    if not _is_real(temperature) or not 0 <= temperature <= 1e300:
+        raise InputError(f"temperature is {shown(temperature)}; it must be a number of at "
                          "least 0, and finite")
     if top_k is not None and (not _is_real(top_k, Integral) or top_k < 1):
-        raise InputError(f"top_k is {top_k!r}; it must be an integer of at least 1, "
+        raise InputError(f"top_k is {shown(top_k)}; it must be an integer of at least 1, "
                          "or None")
     if top_p is not None and (not _is_real(top_p) or not 0 < top_p <= 1):
-        raise InputError(f"top_p is {top_p!r}; it must be above 0 and at most 1, or "
+        raise InputError(f"top_p is {shown(top_p)}; it must be above 0 and at most 1, or "
                          "None")
 
 
@@ -92,6 +92,10 @@ def check_logits(logits: Tensor, place: str = "") -> None:
 
     One NaN is enough to fail; a logit of minus infinity is a token that cannot come.
     """
+    floats = isinstance(logits, Tensor) and logits.dtype in FLOATS
+    if not floats or logits.layout != torch.strided or logits.is_meta or not logits.numel():
+        raise InputError(f"the logits{place} are {shown(logits)}; they must be floats "
+                         "[..., V] with values")
     largest = logits.amax(-1)
     if not bool(largest.isfinite().all()):
         wrong = float(largest[~largest.isfinite()][0])

@@ -7,7 +7,9 @@ token leaves unfinished waits for the next one.
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 
-from k3_teach.errors import InputError
+from torch import Tensor
+
+from k3_teach.errors import InputError, shown
 from k3_teach.generate.tokens import STOPPED, generate, pad_left
 from k3_teach.model import K3Model
 
@@ -57,7 +59,7 @@ def complete(model: K3Model, tokenizer, prompt: str | list[str], max_new_tokens:
     model; and those of `generate`.
     """
     single = not isinstance(prompt, Sequence) or isinstance(prompt, str)
-    several = isinstance(stop, Iterable) and not isinstance(stop, str)
+    several = isinstance(stop, Iterable) and not isinstance(stop, (str, Tensor))
     stop = list(stop) if several else [stop]
     endings = [s for s in stop if isinstance(s, str)]
     if "" in endings:
@@ -89,10 +91,10 @@ def _encode(model, tokenizer, prompt) -> list[int]:
         raise InputError(f"the tokenizer knows {known} tokens and the model {V}; it "
                          "must be the one that the model was trained with")
     if not isinstance(prompt, str) or not prompt:
-        raise InputError(f"prompt is {prompt!r}; it must be a string that is not "
+        raise InputError(f"prompt is {shown(prompt)}; it must be a string that is not "
                          "empty, or a list of such")
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError:      # half of a surrogate pair
-        raise InputError(f"prompt is {prompt!r}, which UTF-8 cannot write") from None
+        raise InputError(f"prompt is {shown(prompt)}, which UTF-8 cannot write") from None
     return tokenizer.encode(prompt)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from k3_teach.cache import Cache
 from k3_teach.config import K3Config
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 from k3_teach.generate.sampling import (
     check_logits, check_sampling, draw, generators, sampling_law)
 from k3_teach.model import K3Model
@@ -115,6 +115,10 @@ def pad_left(prompts: Sequence[Sequence[int]], padding: int = 0
 
     On the left, so that all rows end together, where the next token is to come.
     """
+    tokens = isinstance(prompts, Sequence) and all(isinstance(p, Sequence) for p in prompts)
+    tokens = tokens and all(_is_token(t) for p in (*prompts, [padding]) for t in p)
+    if not tokens:
+        raise InputError("prompts must be lists of token ids, and padding a token id")
     T = max(map(len, prompts), default=0)
     ids = torch.tensor([[padding] * (T - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[i >= T - len(p) for i in range(T)] for p in prompts])
@@ -123,13 +127,17 @@ def pad_left(prompts: Sequence[Sequence[int]], padding: int = 0
 
 # --- what cannot be meant -------------------------------------------------------------
 
+def _is_token(x) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool) and 0 <= x < 2 ** 31
+
+
 def _check_counts(model, max_new_tokens, prefill_chunk) -> None:
     chunk = 1 if prefill_chunk is None else prefill_chunk
     for name, value, least in (("max_new_tokens", max_new_tokens, 0),
                                ("prefill_chunk", chunk, 1)):
-        if not isinstance(value, Integral) or value < least:
-            raise InputError(f"{name} is {value!r}; it must be an integer of at least "
-                             f"{least}")
+        if not _is_token(value) or value < least:
+            raise InputError(f"{name} is {shown(value)}; it must be an integer of at least "
+                             f"{least}, below 2^31")
     check_evaluating(model)
 
 
@@ -169,11 +177,12 @@ def check_room(c: K3Config, cached: int, prompt: int, new: int) -> None:
 
 def _endings(stop, vocab_size: int) -> list[list[int]]:
     """Every ending as a list of tokens."""
-    ends = list(stop) if isinstance(stop, Iterable) else [[stop]]
+    several = isinstance(stop, Iterable) and not isinstance(stop, Tensor)
+    ends = list(stop) if several else [[stop]]
     ends = [[e] if isinstance(e, Integral) else e for e in ends]
     for e in ends:
         ids = isinstance(e, Sequence) and all(isinstance(t, Integral) for t in e)
         if not ids or not e or not all(0 <= t < vocab_size for t in e):
-            raise InputError(f"stop holds {e!r}; it must be token ids from 0 to "
+            raise InputError(f"stop holds {shown(e)}; it must be token ids from 0 to "
                              f"{vocab_size - 1}, or sequences of them, not empty")
     return [list(map(int, e)) for e in ends]

@@ -15,7 +15,8 @@ from .figure import VERDICTS, Figure
 
 PARTS = (width.whole, width.layer, width.moe, width.attn_res, width.situ, width.latent_moe,
          balancing.balancing, sequence.attention, sequence.kda, sequence.order, account.bills,
-         account.optimiser, account.gated_mla, width.totals, account.training, account.writing)
+         account.optimiser, account.gated_mla, width.totals, account.training, account.writing,
+         account.full_size)
 
 
 def figures() -> list[Figure]:

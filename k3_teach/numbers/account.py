@@ -1,4 +1,4 @@
-"""Figures of chapters 10, 11, 13, 15 and 16: bills, the optimiser, a million tokens."""
+"""Figures of chapters 10, 11, 13, 15, 16 and 17: bills, the optimiser, a million tokens."""
 
 import math
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ import torch
 
 from k3_teach.config import K3Config
 from k3_teach.mxfp4 import BLOCK
-from k3_teach.scale import cost
-from k3_teach.scale.roofline import CHIPS, attentions, intensity
+from k3_teach.scale import cost, flops
+from k3_teach.scale.roofline import CHIPS, attentions, chips_needed, intensity
 from k3_teach.speculative import expected_tokens
 from k3_teach.toy import FOLDER
 from k3_teach.train.muon import newton_schulz
@@ -201,3 +201,45 @@ def writing(c: K3Config) -> Iterator[Figure]:
     yield Figure(chapter, "cache at 2^20 tokens over that of 93 layers of MLA", "a quarter",
                  "a quarter" if round(4 * share) == 1 else f"{share:.2f}", "rounded",
                  f"{share:.3f}", page="about a quarter")
+
+
+# --- chapter 17: at full size ---------------------------------------------------------------
+
+def full_size(c: K3Config) -> Iterator[Figure]:
+    chapter, file = "17_full_scale", cost.checkpoint_bytes(c)
+    yield Figure(chapter, "bytes of the released files", "1,560,860,324,864",
+                 f"{file['total']:,}")
+    yield Figure(chapter, "parameters of the text model, and active ones", "2.78 T and 104.2 B",
+                 f"{cost.total_parameters(c) / 1e12:.2f} T and "
+                 f"{cost.active_parameters(c) / 1e9:.1f} B")
+    experts = file["mxfp4"] + file["scales"]
+    yield Figure(chapter, "TB of all routed experts", "1.4465", f"{experts / 1e12:.4f}",
+                 page="are 1.4465 TB")
+    one = flops.decode_bytes(c, 1, 0)
+    weights = one["routed experts"] + one["other weights"]
+    for what, number, quoted, page in (
+            ("routed experts", one["routed experts"], "25.8", "25.8 GB, are read"),
+            ("all weights", weights, "137", "137 GB a token")):
+        yield Figure(chapter, f"GB that one token reads, released format, {what}", quoted,
+                     f"{number / 1e9:.3g}", page=page)
+    yield Figure(chapter, "GB that one token reads in bfloat16", "208",
+                 f"{2 * cost.active_parameters(c) / 1e9:.0f}", page="one token reads 208 GB")
+    row = cost.cache_bytes(c, 1)["MLA latents"]
+    yield Figure(chapter, "tokens whose rows cost as much as reading and writing the states",
+                 "32,507", f"{one['KDA states'] / row:,.0f}", "with a convention",
+                 "states in float32, rows in bfloat16", "the rows of 32,507 tokens")
+    work = 2 * sum(flops.multiply_adds(c, 1, True).values())
+    yield Figure(chapter, "FLOP a byte of a batch without end, short contexts", "233",
+                 f"{work / (one['KDA states'] + row):.0f}", "with a convention",
+                 "states in float32", "at most 233 FLOP per byte")
+    chips = {chip.name: chip for chip in CHIPS}
+    even = file["total"] * chips["H100 SXM"].ridge / (2 * cost.active_parameters(c))
+    yield Figure(chapter, "tokens of a prompt at the ridge of an H100", "2,212", f"{even:,.0f}",
+                 "with a convention", "the matrices only; all weights are read once",
+                 "A prompt of 2,212 tokens")
+    yield Figure(chapter, "accelerators of 80 GB for the weights", "22",
+                 f"{chips_needed(chips['H100 SXM'], file['total'])}", "with a convention",
+                 "nine tenths of the memory are used", "22 of 80 GB are enough")
+    yield Figure(chapter, "TB of training with Muon", "33.4",
+                 f"{cost.training_bytes(c)['total'] / 1e12:.1f}", "with a convention",
+                 "2 + 2 + 4 + 4 bytes a parameter, no activations", "training, 33.4 TB")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 from k3_teach.parts.balance import (
     QuantileHistogram,
     expert_load,
@@ -78,9 +78,11 @@ class Balancer:
 
     def __init__(self, model: nn.Module, method: str = "quantile", step: float = 1e-3,
                  num_bins: int = 1000, all_reduce: bool = True, group=None):
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is {shown(model)}; it must be a module")
         if method not in ("quantile", "quantile_exact", "sign", "none"):
             allowed = "'quantile', 'quantile_exact', 'sign' or 'none'"
-            raise InputError(f"method is {method!r}; it must be {allowed}")
+            raise InputError(f"method is {shown(method)}; it must be {allowed}")
         self.method, self.step_size, self.num_bins = method, step, num_bins
         self.all_reduce, self.group = all_reduce, group
         self.routers = {name: m for name, m in model.named_modules() if is_router(m)}

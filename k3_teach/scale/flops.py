@@ -10,7 +10,7 @@ key and a value, L and R MLA's latent and shared key, N a head's own part of a k
 """
 
 from k3_teach.config import K3Config
-from k3_teach.scale.cost import components
+from k3_teach.scale.cost import cache_bytes, checkpoint_bytes, components
 from k3_teach.scale.roofline import attentions
 
 BACKWARD = 3    # forward and backward together: each product has two in the backward pass
@@ -122,3 +122,33 @@ def multiply_adds(c: K3Config, context: int, decoding: bool = False) -> dict[str
         sources = depth_sources(2 * c.num_hidden_layers, 2 * c.attn_res_block_size)
         rows["AttnRes reads"] = 2 * c.hidden_size * sum(sources)
     return rows
+
+
+def experts_in_use(num_experts: int, chosen: int, tokens: int) -> float:
+    """How many experts of a layer a batch uses on average: E (1 - (1 - k/E)^tokens).
+
+    Each token takes k of E, all of them equally likely, independently of the others.
+    """
+    return num_experts * (1 - (1 - chosen / num_experts) ** tokens)
+
+
+def decode_bytes(c: K3Config, batch: int, context: int, tokens: int = 1
+                 ) -> dict[str, float]:
+    """Bytes that one step of decoding must move, by part; `multiply_adds` has its work.
+
+    `tokens` new ones in each of `batch` sequences, behind `context` others. Weights in the
+    released format are read once for all, of the experts those in use; an embedding's row
+    is left out. A state of KDA, in float32, is read and written with its convolutions'
+    inputs, MLA's rows are read.
+    """
+    stored, kept = checkpoint_bytes(c, vision=False), cache_bytes(c, context)
+    embedding = 0 if c.tie_word_embeddings else 2 * c.vocab_size * c.hidden_size
+    used = 0.0
+    if c.num_experts:
+        used = experts_in_use(c.num_experts, c.num_experts_per_token, batch * tokens)
+        used /= c.num_experts
+    latents = kept.pop("MLA latents")
+    return {"routed experts": used * (stored["mxfp4"] + stored["scales"]),
+            "other weights": stored["bfloat16"] + stored["float32"] - embedding,
+            "KDA states": 2 * batch * (kept.pop("total") - latents),
+            "MLA rows": batch * latents}

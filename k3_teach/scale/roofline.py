@@ -19,6 +19,7 @@ as every sequence has a cache of its own; it helps the weights. Peaks are those 
 sheets, for dense matrices in bfloat16; no program reaches them.
 """
 
+import math
 from dataclasses import dataclass
 
 from k3_teach.config import K3Config
@@ -125,3 +126,18 @@ def attainable(chip: Chip, flop_per_byte: float) -> float:
     if not flop_per_byte >= 0:
         raise InputError(f"flop_per_byte is {flop_per_byte}; it must be at least 0")
     return min(chip.flops, chip.bandwidth * flop_per_byte)
+
+
+def chips_needed(chip: Chip, nbytes: float, usable: float = 0.9) -> int:
+    """How many chips hold so many bytes, divided evenly, in a share of their memory.
+
+    InputError for a share that is not above 0 and at most 1.
+    """
+    if not 0 < usable <= 1:
+        raise InputError(f"usable is {usable}; it must be above 0 and at most 1")
+    return math.ceil(nbytes / (usable * chip.memory))
+
+
+def least_seconds(chip: Chip, flop: float, nbytes: float, chips: int = 1) -> float:
+    """The longer of two times, to multiply and to read, if `chips` share both evenly."""
+    return max(flop / chip.flops, nbytes / chip.bandwidth) / chips

@@ -31,6 +31,7 @@ from k3_teach.train.loop import Trainer
 from k3_teach.train.recipe import Recipe
 from k3_teach.train.store import newest
 from k3_teach.train.text import BPE, TOKENIZER, Bytes, Data, corpus, load_tokenizer
+from k3_teach.validate import check_device
 
 LOG = "log.jsonl"
 OF_THE_RUN = "config", "init", "bpe", "tokenizer"   # what --resume finds in the folder
@@ -100,10 +101,7 @@ def check(args) -> None:
     for folder in filter(None, (args.run, args.ship)):
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is a file; it must be a folder, or not exist yet")
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as e:     # the last: torch was built without it
-        raise InputError(f"--device is {args.device!r}: {str(e).splitlines()[0]}") from None
+    check_device(args.device)
     if args.ship is not None and args.ship.resolve() == args.run.resolve():
         raise InputError("--ship must be another folder than RUN")
     if not args.resume and list(args.run.glob("step-*")):

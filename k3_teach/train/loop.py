@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 import torch.distributed as dist
@@ -239,6 +239,8 @@ class Trainer:
         processes on the same machine, the bits are those of one run. InputError for another
         text; CheckpointError for a folder without a whole checkpoint.
         """
+        if unknown := changes.keys() - {f.name for f in fields(Recipe)}:
+            raise InputError(f"a recipe has no {min(unknown)}; what may change are its fields")
         newest = store.newest(folder)
         model, step, recipe, fingerprint = store.load(newest, device)
         trainer = cls(model, data, replace(Recipe(**recipe), **changes), folder)

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 
 
 def option(default, what: str):
@@ -46,7 +46,12 @@ class Recipe:
         for name in ("warmup", "last_lr", "weight_decay"):
             self._must(name, Real, lambda x: 0 <= x <= 1, "from 0 to 1")
 
+        for name in ("per_head", "autocast"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} is {shown(getattr(self, name))}; it must be true or "
+                                 "false")
+
     def _must(self, name: str, kind, good, allowed: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, kind) or not good(value):
-            raise InputError(f"{name} is {value!r}; it must be {allowed}")
+            raise InputError(f"{name} is {shown(value)}; it must be {allowed}")

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -24,11 +24,14 @@ from torch import nn
 
 from k3_teach.checkpoint import load_checkpoint
 from k3_teach.errors import CheckpointError, InputError
+from k3_teach.files import read_json
 from k3_teach.model import K3Model
 from k3_teach.saving import save_checkpoint
+from k3_teach.train.recipe import Recipe
 
 OPTIMISER, TRAINING = "optimiser.safetensors", "training.json"
 UNFINISHED, KEPT = ".saving-", 2
+MOMENTA = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 
 
 def check(folder, model: nn.Module) -> None:
@@ -89,12 +92,16 @@ def newest(folder) -> Path:
 
 def load(checkpoint: Path, device="cpu") -> tuple[K3Model, int, dict, str]:
     """-> model, step, the recipe's fields, the text's fingerprint."""
+    about = read_json(checkpoint / TRAINING, CheckpointError)
     try:
-        about = json.loads((checkpoint / TRAINING).read_text(encoding="utf-8"))
         step, recipe, text = about["step"], about["recipe"], about["text"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{checkpoint / TRAINING}: must be JSON with step, recipe and "
-                              "text") from None
+        good = type(step) is int and step >= 0 and "steps" in recipe
+        good = good and recipe.keys() <= {f.name for f in fields(Recipe)}
+    except (KeyError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise CheckpointError(f"{checkpoint / TRAINING}: must be JSON with step, the fields "
+                              "of a recipe, and text")
     return load_checkpoint(checkpoint, device=device).train(), step, recipe, text
 
 
@@ -111,11 +118,17 @@ def load_optimisers(checkpoint: Path, model: nn.Module, optimisers: dict) -> Non
         if kind not in optimisers or name not in parameters:
             raise CheckpointError(f"{file}: {key} belongs to no optimiser of this run")
         p = parameters[name]
-        if value.shape not in (p.shape, torch.Size([])):
-            raise CheckpointError(f"{file}: {key} is {list(value.shape)}; it must be "
-                                  f"{list(p.shape)}")
+        shape = torch.Size([]) if field == "step" else p.shape
+        if value.shape != shape or not value.is_floating_point():
+            raise CheckpointError(f"{file}: {key} is {value.dtype} {list(value.shape)}; it "
+                                  f"must be floats {list(shape)}")
         # AdamW counts its steps on the CPU.
         optimisers[kind].state[p][field] = value if field == "step" else value.to(p.device)
+    for kind, optimiser in optimisers.items():
+        for state in optimiser.state.values():
+            if state.keys() != MOMENTA[kind]:
+                raise CheckpointError(f"{file}: a parameter of {kind} has {sorted(state)}; "
+                                      f"it must have {sorted(MOMENTA[kind])}")
 
 
 def _optimiser_tensors(model: nn.Module, optimisers: dict) -> dict[str, torch.Tensor]:

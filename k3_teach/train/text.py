@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from k3_teach.errors import InputError
+from k3_teach.arguments import COUNT, NUMBER, check_arguments
+from k3_teach.errors import InputError, shown
 
 TOKENIZER = "tokenizer.json"
 BLOCK = 4000            # characters; every tenth block of the text is kept for validation
@@ -184,8 +185,12 @@ class Data:
     """
 
     def __init__(self, text: str, tokenizer: Bytes, validation: float = 0.1, seed: int = 0):
-        if not 0 < validation < 1:
-            raise InputError(f"validation is {validation}; it must be between 0 and 1")
+        between = "between 0 and 1", lambda x: NUMBER[1](x) and 0 < x < 1
+        check_arguments(dict(text=("a string", lambda x: isinstance(x, str)), seed=COUNT,
+                             validation=between),
+                        dict(text=text, seed=seed, validation=validation))
+        if not isinstance(tokenizer, Bytes):
+            raise InputError(f"tokenizer is {shown(tokenizer)}; it must be Bytes() or a BPE")
         blocks = [text[i:i + BLOCK] for i in range(0, len(text), BLOCK)]
         asked = max(1, round(validation * len(blocks)))
         if asked >= len(blocks):

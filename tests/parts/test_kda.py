@@ -241,10 +241,10 @@ def test_gradient_of_the_gate_where_it_is_shut():
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(k=torch.zeros(1, 4, 2, 5)), "k has the shape"), (dict(g=torch.zeros(1, 4, 2, 1)), "g has the shape"),
-    (dict(beta=torch.zeros(1, 4)), "beta has the shape"), (dict(v=torch.zeros(1, 3, 2, 6)), "v has the shape"),
-    (dict(initial_state=torch.zeros(1, 2, 6, 4)), "initial_state has the shape"),
-    (dict(q=torch.zeros(1, 0, 2, 4)), "at least one token"), (dict(chunk_size=12), "power of two"), (dict(chunk_size=0), "power of two")])
+    (dict(k=torch.zeros(1, 4, 2, 5)), "k is torch.float32"), (dict(g=torch.zeros(1, 4, 2, 1)), "g is torch.float32"),
+    (dict(beta=torch.zeros(1, 4)), "beta is torch.float32"), (dict(v=torch.zeros(1, 3, 2, 6)), "v is torch.float32"),
+    (dict(initial_state=torch.zeros(1, 2, 6, 4)), "initial_state is torch.float32"),
+    (dict(q=torch.zeros(1, 0, 2, 4)), "q is torch.float32"), (dict(chunk_size=12), "power of two"), (dict(chunk_size=0), "power of two")])
 def test_errors_name_what_is_wrong(change, message):
     z = lambda *s: torch.zeros(s)
     args = dict(q=z(1, 4, 2, 4), k=z(1, 4, 2, 4), v=z(1, 4, 2, 6), g=z(1, 4, 2, 4), beta=z(1, 4, 2), initial_state=z(1, 2, 4, 6))

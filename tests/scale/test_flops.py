@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import k3_teach as k3
@@ -111,3 +112,44 @@ def test_the_model_at_released_size():
     assert short["AttnRes reads"] == 2 * 7168 * sum(flops.depth_sources(186, 24))
     assert {name for name in short if short[name] != long[name]} == {"MLA attention"}
     assert "AttnRes reads" not in flops.multiply_adds(k3.K3Config.toy(attn_res_block_size=None), 1)
+
+
+def test_products_of_a_decoded_token_at_released_size():
+    """Counted over the model on paper, with its cache: matrices exactly, MLA's kernel 64 values a pair wider, the write left out."""
+    c, T = k3.K3Config.k3(), 40
+    model = k3.K3Model(c, device="meta", dtype=torch.bfloat16)
+    cache, ids = model.new_cache(), torch.zeros(1, T, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        model(ids, cache=cache)
+        grouped = {torch.ops.aten._grouped_mm: lambda a, b, *_, out_shape=None, **__: 2 * a[0] * a[1] * b[-1]}
+        with FlopCounterMode(display=False, custom_mapping=grouped) as counter, sdpa_kernel(SDPBackend.MATH):
+            model(ids[:, :1], cache=cache)
+    seen = {name: sum(kinds.values()) // 2 for name, kinds in counter.get_flop_counts().items()}
+    rows = {row.name: row for row in cost.components(c)}
+    mixers = [seen[f"K3Model.layers.{i}.self_attn"] for i in range(93)]
+    matrices = lambda name: rows[name].active - rows[name].vectors
+    kda, mla = matrices("KDA mixers") + 2 * 96 * 128 ** 2, matrices("MLA mixers") + 96 * (576 + 576) * (T + 1)
+    assert mixers == [kda if c.is_kda(i) else mla for i in range(93)]
+    moe = sum(row.active - row.vectors for name, row in rows.items() if name.startswith("MoE"))
+    assert {seen[f"K3Model.layers.{i}.block_sparse_moe"] for i in range(1, 93)} == {moe}
+    assert seen["K3Model.lm_head"] == rows["output head"].active
+    assert cache.nbytes() == cost.cache_bytes(c, T + 1)["total"]
+
+
+def test_experts_in_use_against_draws():
+    generator = torch.Generator().manual_seed(0)
+    for tokens_, tolerance in ((1, 0), (8, 0.02), (64, 0.02), (512, 0.005)):
+        drawn = [torch.rand(tokens_, 896, generator=generator).topk(16).indices.unique().numel() for _ in range(20)]
+        assert flops.experts_in_use(896, 16, tokens_) == pytest.approx(sum(drawn) / 20, rel=tolerance + 1e-12)
+
+
+def test_bytes_of_a_step_of_decoding():
+    """By hand: a batch of one touches its 16 experts in every layer; a batch without end all that is stored but the embedding."""
+    c = k3.K3Config.k3()
+    one, many = flops.decode_bytes(c, 1, 1000), flops.decode_bytes(c, 10 ** 6, 0)
+    assert one["routed experts"] == pytest.approx(92 * 16 * 17_547_264, rel=1e-12)
+    assert one["KDA states"] == 2 * (434_110_464 + 15_261_696) and one["MLA rows"] == 1000 * 24 * 576 * 2
+    stored = cost.checkpoint_bytes(c, vision=False)["total"]
+    assert many["routed experts"] + many["other weights"] == pytest.approx(stored - 2 * 163_840 * 7168, rel=1e-12)
+    assert flops.decode_bytes(c, 4, 0, 2)["routed experts"] == flops.decode_bytes(c, 8, 0)["routed experts"]
+    assert flops.decode_bytes(k3.K3Config.toy(num_experts=0), 2, 5)["routed experts"] == 0

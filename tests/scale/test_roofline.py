@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import k3_teach as k3
 from k3_teach.cache import LatentCache
-from k3_teach.scale.roofline import CHIPS, Attention, Chip, attainable, attentions, intensity
+from k3_teach.scale.roofline import CHIPS, Attention, Chip, attainable, attentions, chips_needed, intensity, least_seconds
 
 K3 = {a.name: a for a in attentions(k3.K3Config.k3())}
 
@@ -151,6 +151,8 @@ def test_chips_are_plausible_and_cited():
     (lambda: intensity(K3["MHA"], bytes_per_number=float("nan")), "bytes_per_number is nan"),
     (lambda: attainable(CHIPS[0], -1.0), "flop_per_byte is -1.0"),
     (lambda: attainable(CHIPS[0], float("nan")), "flop_per_byte is nan"),
+    (lambda: chips_needed(CHIPS[0], 1.0, 0.0), "usable is 0.0"),
+    (lambda: chips_needed(CHIPS[0], 1.0, 1.5), "usable is 1.5"),
 ])
 def test_values_out_of_range(call, what):
     with pytest.raises(k3.InputError, match=what):
@@ -162,3 +164,17 @@ def test_records_cannot_be_changed_by_accident():
         CHIPS[0].flops = 1.0
     assert replace(CHIPS[0], flops=2e15).ridge == 2e15 / 2.039e12
     assert Chip("x", 6.0, 2.0, 1.0, "").ridge == 3
+
+
+def test_how_many_chips():
+    """1.56 TB are 20 chips of 80 GB filled to the brim, 22 at nine tenths; a byte more than full needs another."""
+    h100 = next(chip for chip in CHIPS if chip.name == "H100 SXM")
+    assert chips_needed(h100, 1_560_860_324_864, 1.0) == 20 and chips_needed(h100, 1_560_860_324_864) == 22
+    assert chips_needed(h100, 80e9, 1.0) == 1 and chips_needed(h100, 80e9 + 1, 1.0) == 2
+
+
+def test_least_seconds_is_the_roof():
+    chip = Chip("x", 6.0, 2.0, 1.0, "")
+    assert least_seconds(chip, 12.0, 2.0) == 2 and least_seconds(chip, 6.0, 4.0) == 2 and least_seconds(chip, 6.0, 4.0, 4) == 0.5
+    for x in (1.0, 3.0, 9.0):
+        assert 100 / least_seconds(chip, 100, 100 / x) == pytest.approx(attainable(chip, x))

@@ -1,0 +1,215 @@
+"""Where weights come from, one tensor at a time, under their released names.
+
+    FolderSource     a folder in the released format, through memory maps
+    VirtualSource    no file: numbers from a seed
+
+Both have
+
+    config                the model that the weights belong to
+    read(name, dtype)     the tensor; a view where nothing has to be converted
+    rows(name, ids, dtype)       rows of a matrix: ids [...] -> [..., d]
+    made(name, dtype)     bytes that `read` must allocate: 0 for a view
+    to_hold               bytes that the source itself is still going to allocate, in `prepare`
+    origin(names)         where they lie, for a message
+    identity              the same text, the same weights
+"""
+
+import re
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from k3_teach.checkpoint import FLOATS, Stored, _fit, _misshapen, _raise_if, released_names
+from k3_teach.config import K3Config
+from k3_teach.errors import CheckpointError, InputError
+from k3_teach.files import as_path
+from k3_teach.init import RULES
+from k3_teach.model import K3Model
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight")
+
+
+def first_layers(c: K3Config, layers: int | None) -> K3Config:
+    """The same model with its first `layers` layers, in their pattern. None: all.
+
+    InputError for fewer than 1, and for more than there are.
+    """
+    L, a = c.num_hidden_layers, c.linear_attn_config
+    if layers is None:
+        return c
+    if not 1 <= layers <= L:
+        raise InputError(f"layers is {layers}; it must be from 1 to {L}")
+    kept = lambda numbers: tuple(i for i in numbers if i <= layers)
+    return c.replace(num_hidden_layers=layers, kda_layers=kept(a.kda_layers),
+                     full_attn_layers=kept(a.full_attn_layers))
+
+
+class FolderSource(Stored):
+    """The tensors of a folder. Pages of a memory map belong to the system, which drops them
+    when it needs the room; what is converted or decoded is a copy, alive for one call. So
+    is what a header has moved off the lines of the cache, in float64 alone: a product may
+    sum its rows in another order, and float64 is where the last bit is compared.
+
+    Everything that the headers show is checked here, before anything runs: CheckpointError
+    names each file that can't be read, and each tensor that is missing, misshapen, or has
+    no place. layers: only the first so many; of the others nothing is needed.
+    """
+
+    to_hold = 0
+
+    def __init__(self, folder, layers: int | None = None):
+        self.folder, self.paths = as_path(folder), {}
+        whole = K3Config.from_json(self.folder)
+        super().__init__(self.folder)
+        self.config = first_layers(whole, layers)
+        for field in ("num_hidden_layers", "num_experts"):      # before any are made
+            if (n := getattr(self.config, field)) > len(self.names):
+                raise CheckpointError(f"{self.folder}: {field} is {n}; the files hold only "
+                                      f"{len(self.names)} tensors")
+        places = released_names(K3Model(self.config, device="meta"))
+        self.shapes_of_model = {n: p.shape if e is None else p.shape[1:]
+                                for n, (p, e) in places.items()}
+        beyond = range(self.config.num_hidden_layers, whole.num_hidden_layers)
+        beyond = tuple(f"model.layers.{i}." for i in beyond)
+        extra = sorted(self.names - places.keys())
+        problems = [f"extra: {n}" for n in extra
+                    if not (self.droppable(n, whole) or n.startswith(beyond))]
+        problems += [f"missing: {n}" for n in places if n not in self.names]
+        problems += [f"misshapen: {n} is {shape}, the configuration wants {wanted} "
+                     f"({self.origin([n])})" for n, shape, wanted in _misshapen(places, self)]
+        _raise_if(problems, self.folder)
+
+    def prepare(self) -> None:
+        """There is nothing to do."""
+
+    def _add(self, stored: str, f, path: Path):
+        before = len(self.files)
+        super()._add(stored, f, path)
+        if len(self.files) > before:
+            self.paths[next(reversed(self.files))] = path
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """CheckpointError for values that MXFP4 or the padding of `A_log` can't have."""
+        problems = []
+        try:
+            x = _fit(name, super().read(name, dtype), self.shapes_of_model[name], problems)
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.origin([name])}: {e}") from None
+        _raise_if(problems, self.folder)
+        x = x.to(dtype)
+        return x.clone() if dtype == torch.float64 and x.data_ptr() % 64 else x
+
+    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.raw(name)[ids].to(dtype)
+
+    def made(self, name: str, dtype: torch.dtype) -> int:
+        viewed = FLOATS.get(self.kind(name)) == dtype != torch.float64
+        return 0 if viewed else prod(self.shapes_of_model[name]) * dtype.itemsize
+
+    def origin(self, names) -> str:
+        """The files, each once."""
+        halves = [half for n in names for half in (n, f"{n}_packed", f"{n}_scale")]
+        files = dict.fromkeys(str(self.paths[n]) for n in halves if n in self.paths)
+        return ", ".join(files)
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest of the shards' names and sizes: the folder may be moved."""
+        files = sorted({(p.name, p.stat().st_size) for p in self.paths.values()})
+        return f"folder {blake2b(repr(files).encode(), digest_size=8).hexdigest()}"
+
+
+class VirtualSource:
+    """Weights that no one has trained and no disk has to hold.
+
+    A matrix is a view into one pool of numbers N(0, initializer_range), so that no time
+    goes into making it; where it begins depends on the seed and its name, and two matrices
+    may overlap. The pool holds the largest matrix and more, far more than a processor
+    caches: reading a model's weights from it takes as long as from as many bytes of their
+    own. Vectors, convolutions and depth queries are made each time, as k3_teach.init
+    ("released") begins them.
+
+    dtype: that of the pool. A tensor in another one is a copy, rounded.
+    """
+
+    BLOCK = 2 ** 26 - 5     # numbers drawn, a prime: no width of a matrix divides it
+
+    def __init__(self, config: K3Config, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2 ** 63:
+            raise InputError(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
+        self.config, self.seed, self.dtype = config, seed, dtype
+        self.identity = f"virtual, seed {seed}, pool in {dtype}"
+        model = K3Model(config, device="meta")
+        stacks = lambda name, p: ".experts." in name and "shared" not in name
+        full = lambda name: name if name.startswith("lm_head.") else f"model.{name}"
+        self.shapes = {full(n): p.shape[1:] if stacks(n, p) else p.shape
+                       for n, p in model.named_parameters()}
+        largest = max(map(prod, self.shapes.values()))
+        self.pool_size = largest + min(self.BLOCK, 16 * largest)
+
+    def shape(self, name: str) -> torch.Size:
+        """InputError for a name that the model doesn't have."""
+        stacked = EXPERT.fullmatch(name)
+        known = f"{stacked[1]}.{stacked[3]}" if stacked else name
+        inside = not stacked or int(stacked[2]) < self.config.num_experts
+        if known not in self.shapes or not inside:
+            raise InputError(f"{name} is no tensor of this model")
+        return self.shapes[known]
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        shape, rule = self.shape(name), _rule(name)
+        if rule is None:
+            start = self._chance(name) % (self.pool_size - prod(shape) + 1)
+            start -= start % 32                                     # a line of the cache
+            return self.pool[start:start + prod(shape)].view(shape).to(dtype)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self._chance(name))
+            x = torch.empty(shape)
+            rule(x, self.config.initializer_range)
+        return x.to(dtype)
+
+    def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.read(name, self.dtype)[ids].to(dtype)
+
+    def made(self, name: str, dtype: torch.dtype) -> int:
+        viewed = _rule(name) is None and dtype == self.dtype
+        return 0 if viewed else prod(self.shape(name)) * dtype.itemsize
+
+    def prepare(self) -> None:
+        """Draw the pool, if that is not done."""
+        self.pool
+
+    @property
+    def to_hold(self) -> int:
+        return 0 if "pool" in self.__dict__ else self.pool_size * self.dtype.itemsize
+
+    def origin(self, names) -> str:
+        return self.identity
+
+    @cached_property
+    def pool(self) -> Tensor:
+        """One block of numbers after another, each the same: they are drawn once."""
+        generator = torch.Generator().manual_seed(self.seed)
+        pool = torch.empty(self.pool_size, dtype=self.dtype)
+        first = pool[:self.BLOCK]
+        for piece in first.split(2 ** 22):
+            piece.copy_(torch.randn(len(piece), generator=generator)
+                        .mul_(self.config.initializer_range))
+        for piece in pool[self.BLOCK:].split(self.BLOCK):
+            piece.copy_(first[:len(piece)])
+        return pool
+
+    def _chance(self, name: str) -> int:
+        """63 bits that depend on the seed and the name alone, in every process."""
+        digest = blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest) >> 1
+
+
+def _rule(name: str):
+    """How `VirtualSource` makes a small tensor; None for a matrix, which it has."""
+    ending, _, released = next(rule for rule in RULES if name.endswith(rule[0]))
+    return None if ending in ("", "gate.weight") else released

@@ -104,9 +104,11 @@ def too_wide(page):
     return [f"scrolls sideways: {wide} px on a screen of {room} px"] if wide > room else []
 
 
-def visit(context, url):
-    """Open one page; return what went wrong: errors, failed requests, sideways scrolling."""
-    page, wrong = open_page(context, url)
-    wrong += too_wide(page)
-    page.close()
-    return wrong
+def each_scheme(page, first):
+    """The scheme that an open page has; then the other one, to which the page has changed."""
+    yield first
+    (other,) = {*SCHEMES} - {first}
+    page.emulate_media(color_scheme=other)
+    theme = "document.documentElement.dataset.theme"     # which the page of the 404 lacks
+    page.wait_for_function(f"[undefined, '{other}'].includes({theme})")
+    yield other

@@ -12,7 +12,7 @@ import pytest
 from k3_teach import K3Config
 from k3_teach.notebook import form, model_map, palette
 
-from .browser import ROOT, SCHEMES, open_page, screen, too_wide
+from .browser import ROOT, each_scheme, open_page, screen, too_wide
 
 CHAPTERS = sorted((ROOT / "book").glob("*.ipynb"))
 DATA = re.compile(r'<div class="k3-live">.*?<script type="application/json">(.*?)</script>', re.S)
@@ -106,15 +106,15 @@ def test_every_control_at_every_stop(browser, site, address, path):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_figures_on_a_phone(browser, site, address, path, scheme):
+def test_figures_on_a_phone(browser, site, address, path):
     """On 375 px every figure keeps inside the page at the last stop of its controls, and has its colours."""
     figures = stored_figures(path)
-    with screen(browser, 375, scheme) as context:
+    with screen(browser, 375) as context:
         page, wrong = open_page(context, f"{address}/book/{path.stem}.html")
+        roots = page.locator(".k3-live")
         for i, data in enumerate(figures):
-            root = page.locator(".k3-live").nth(i)
+            root = roots.nth(i)
             sliders = [control for control in data["controls"] if control["kind"] == "slider"]
             for number in range(len(sliders)):
                 root.get_by_role("slider").nth(number).focus()
@@ -123,9 +123,10 @@ def test_figures_on_a_phone(browser, site, address, path, scheme):
             check_shown(root, data, last)
             box = root.locator("svg").bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= 375
-            ink = root.evaluate("e => getComputedStyle(e).getPropertyValue('--k3-ink')")
-            assert ink.strip() == getattr(palette, scheme.upper())["ink"]
-        assert not wrong + too_wide(page)
+        for scheme in each_scheme(page, "light"):
+            ink = roots.evaluate_all("all => all.map(e => getComputedStyle(e).getPropertyValue('--k3-ink').trim())")
+            assert ink == [getattr(palette, scheme.upper())["ink"]] * len(figures), scheme
+            assert not wrong + too_wide(page), scheme
 
 
 @pytest.mark.browser

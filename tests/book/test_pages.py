@@ -196,7 +196,7 @@ def test_code_of_88_columns_fits(browser, pages, site, address):
     wide = r"""() => [...document.querySelectorAll('article pre')]
         .filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)
         .filter(t => Math.max(...t.split('\n').map(line => line.length)) <= 88)"""
-    with screen(browser) as context:
+    with screen(browser, java_script_enabled=False) as context:     # no script changes a width
         for path, url in addresses(pages, site, address).items():
             if not pages[path].select("article pre"):
                 continue

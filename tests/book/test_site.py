@@ -9,16 +9,7 @@ from urllib.parse import unquote, urldefrag, urlparse
 
 import pytest
 
-from .browser import (
-    ROOT,
-    SCHEMES,
-    WIDTHS,
-    addresses,
-    open_page,
-    screen,
-    serving,
-    visit,
-)
+from .browser import ROOT, addresses, open_page, screen, serving
 
 LOADED = dict.fromkeys(["script", "img", "iframe", "source"], "src")
 LOADED |= {"object": "data", "link": "href"}
@@ -130,25 +121,6 @@ def real_pages(site, pages):
 
 
 # ---- with a browser ------------------------------------------------------------------------------
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_pages_in_a_browser_without_network(browser, address, site, pages, width, scheme):
-    outside, bad = [], []
-
-    def only_here(route):
-        if route.request.url.startswith((address, "data:", "blob:")):
-            return route.continue_()
-        outside.append(route.request.url)
-        return route.abort()
-
-    with screen(browser, width, scheme) as context:
-        context.route("**/*", only_here)
-        for path, url in addresses(pages, site, address).items():
-            bad += [f"{path.name}: {wrong}" for wrong in visit(context, url)]
-    assert not outside and not bad, "\n".join(outside + bad)
 
 
 @pytest.mark.browser

@@ -242,4 +242,5 @@ def full_size(c: K3Config) -> Iterator[Figure]:
                  "nine tenths of the memory are used", "22 of 80 GB are enough")
     yield Figure(chapter, "TB of training with Muon", "33.4",
                  f"{cost.training_bytes(c)['total'] / 1e12:.1f}", "with a convention",
-                 "2 + 2 + 4 + 4 bytes a parameter, no activations", "training, 33.4 TB")
+                 "2 + 2 + 4 + 4 bytes a parameter, no activations",
+                 "of 33.4 TB is in training")

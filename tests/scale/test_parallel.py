@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import k3_teach as k3
 from k3_teach.model import next_token_loss
+from k3_teach.scale import cost
+from k3_teach.scale.parallel import __main__ as command
+from k3_teach.scale.parallel import make_mesh, recompute
 from k3_teach.train.loop import Trainer
 from k3_teach.train.recipe import Recipe
 from k3_teach.train.text import Bytes, Data, corpus
@@ -46,6 +49,8 @@ def folder(tmp_path_factory):
         out |= {f"rows:{k}": torch.tensor([r[k] for r in rows], dtype=torch.float64) for k in ("loss", "grad_norm", "max_vio")}
         out |= {f"after:{n}": p.detach().clone() for n, p in model.named_parameters()}
         save_file(out, folder / f"{case}.safetensors")
+    (folder / "six").mkdir()
+    k3.K3Config.from_json(folder / "small").replace(num_experts=6).to_json(folder / "six" / "config.json")
     k3.save_checkpoint(toy(**SMALL, dtype=torch.bfloat16), folder / "released", released_layout=True, mxfp4_experts=True)
     with torch.no_grad():
         logits, half = (k3.load_checkpoint(folder / "released", dtype)(ids) for dtype in (torch.float64, torch.bfloat16))
@@ -86,7 +91,7 @@ def test_two_processes_go_on_and_refuse(folder, four):
     assert two.returncode == 0, two.stderr[-3000:]
     said = errors(two)
     wanted = ["dp is 3 and ep is 1; their product must be the number of processes, 2", "dp is 2 and ep is 0",
-              "num_experts is 7; it must be a multiple of the 2 processes", "holds no checkpoint of a run",
+              "num_experts is 7; it must be a multiple of ep, 2", "holds no checkpoint of a run",
               "holds no model.safetensors.index.json", "text.txt is a file", "rows is 3; it must be a multiple of the 2",
               "--steps is needed for a new run", "--config goes with a new run", "--timeout is 0.0",
               "has no bytes; it must have", "does not hold this model"]
@@ -97,14 +102,37 @@ def test_two_processes_go_on_and_refuse(folder, four):
     assert a["layers.1.block_sparse_moe.experts.w1"].std() == pytest.approx(0.02, rel=0.05)
 
 
+def kept_of_a_token(width):
+    """Bytes that a model of 12 layers keeps of a token for its gradient, with --autocast and --recompute."""
+    model, kept = toy(num_hidden_layers=12, kda_layers=(1, 2, 3, 5, 6, 7, 9, 10, 11), full_attn_layers=(4, 8, 12),
+                      attn_res_block_size=12, hidden_size=width, dtype=torch.float32).train(), {}
+    recompute(model)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+        model(tokens(1, 64))
+    return sum(x.untyped_storage().nbytes() for x in kept.values()) / 64
+
+
+def test_the_line_for_nodes_of_eight_fits_into_their_memory():
+    line = re.search(r"--nnodes (\d+) --nproc-per-node 8 .*?k3_teach.scale.parallel (.*?)\n\n", command.__doc__, re.DOTALL)
+    args, ranks, c = command.parser().parse_args(line[2].replace("\\", "").split()), 8 * int(line[1]), k3.K3Config.k3()
+    assert args.rows % ranks == 0 == ranks % args.ep
+    state = cost.training_bytes(c, 4, 4, 0, 4)["total"] / ranks + 2 * cost.gathered_bytes(c, ranks // args.ep, args.ep, 4)
+    each = (kept_of_a_token(128) - kept_of_a_token(64)) / 64        # bytes, for 12 layers and each unit of width
+    activations = args.rows // ranks * args.length * each * c.hidden_size * c.num_hidden_layers / 12
+    assert (round(state / 1e9), round(activations / 1e9)) == (84, 29) and args.recompute and state + activations < 141e9
+
+
 def test_it_says_how_it_is_started(capsys, monkeypatch):
-    from k3_teach.scale.parallel import make_mesh
-    from k3_teach.scale.parallel.__main__ import check, main, parser
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["--folder", "nowhere"]) == 1
+    assert command.main(["--folder", "nowhere"]) == 1
     assert "started without torchrun" in capsys.readouterr().err
     with pytest.raises(k3.InputError, match="there is no process group; start with torchrun"):
         make_mesh(1, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(k3.InputError, match="--device is cuda; torch finds no such device"):
-        check(parser().parse_args("--folder nowhere --steps 1 --device cuda".split()))
+        command.check(command.parser().parse_args("--folder nowhere --steps 1 --device cuda".split()))

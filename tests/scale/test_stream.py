@@ -241,5 +241,34 @@ def test_numbers_that_are_none_name_layer_and_shard(folder):
         model(tokens(1, 2), cache=cache)
     assert str(e.value).startswith("layer 4 gives NaN or infinity") and str(path) in str(e.value)
     assert "layer 5" not in str(e.value) and len(cache) == 0 and not cache.states[0].tensors()
-    FolderSource(folder, layers=4)
     assert StreamedModel(FolderSource(folder, layers=4), torch.float32)(tokens(1, 2)).isfinite().all()     # layer 4 is not among them
+
+
+@pytest.mark.parametrize("name, message", [
+    ("lm_head.weight", "the output head gives NaN"), ("model.embed_tokens.weight", "layer 0 gives NaN"), ("model.layers.5.mlp_res_proj.weight", "model.layers.5.mlp_res_proj.weight holds NaN")])
+def test_numbers_that_are_none_outside_the_layers(folder, name, message):
+    path = shard_of(folder, name)
+    tensors = load_file(path)
+    tensors[name].fill_(torch.nan)
+    save_file(tensors, path)
+    with pytest.raises(k3.InputError, match=message) as e:
+        StreamedModel(FolderSource(folder), torch.float32)(tokens(1, 2))
+    assert str(path) in str(e.value)
+
+
+def test_a_shard_that_changes_while_it_is_read(folder):
+    """If the file itself were cut, reading on would kill the process (SIGBUS): nothing that is kept may be a view of it."""
+    model, path = StreamedModel(FolderSource(folder), torch.float32), shard_of(folder, "model.layers.4.self_attn.o_proj.weight")
+    storages = [p.untyped_storage().nbytes() == p.nbytes for p in model.parameters() if not p.is_meta]
+    assert storages and all(storages)
+    (folder / "other").write_bytes(path.read_bytes()[:100])
+    (folder / "other").replace(path)
+    with pytest.raises(k3.CheckpointError, match=f"{path.name}: has changed since it was opened"):
+        model(tokens(1, 2))
+
+
+def test_another_model_of_the_same_shape_is_another(folder):
+    before, path = FolderSource(folder).identity, sorted(folder.glob("*.safetensors"))[-1]
+    tensors = load_file(path)
+    save_file({n: x + 1 for n, x in tensors.items()}, path, {"format": "pt"})
+    assert FolderSource(folder).identity != before

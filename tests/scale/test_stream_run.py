@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import k3_teach as k3
 from k3_teach.scale.stream import Run, Stopped, StreamedModel, VirtualSource
 from k3_teach.scale.stream.__main__ import main
+from k3_teach.scale.stream.report import read_bandwidth
 from k3_teach.scale.stream.run import FILE, Sampling
 from tests.helpers import GOLDEN
 from tests.scale.test_stream import PLAIN
@@ -79,7 +80,7 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise OSError("no space left")
     monkeypatch.setattr("k3_teach.scale.stream.run.save_file", half)
-    with pytest.raises(OSError):
+    with pytest.raises(k3.CheckpointError, match="no space left"):
         run.save(0, None)
     assert (tmp_path / FILE).read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [FILE]
 
@@ -110,7 +111,59 @@ def test_files_that_are_no_run(tmp_path):
         Run.resume(streamed(), tmp_path / "nowhere", NEW, SAMPLING)
 
 
-@pytest.mark.parametrize("ids, new, message", [([], 1, "ids"), ([256], 1, "from 0 to 255"), ([1], 4097, "at most 4096")])
+@pytest.mark.parametrize("alter", [
+    lambda tensors, about: tensors.update({"cache.0.0": tensors["cache.0.0"] + 1e-12}), lambda tensors, about: tensors.update(mystery=torch.zeros(1)),
+    lambda tensors, about: tensors.update({"stream.prefix": tensors["stream.prefix"].float()}), lambda tensors, about: tensors.pop("cache.3.0"),
+    lambda tensors, about: about.update(run=about["run"].replace('"layer": 3', '"layer": 4'))], ids=["value", "extra", "dtype", "missing", "layer"])
+def test_an_altered_file_is_refused(tmp_path, alter):
+    """Most of these would go on, to other tokens."""
+    stop_after(Run(streamed(), PROMPT, NEW, SAMPLING, tmp_path), 8)
+    tensors = load_file(tmp_path / FILE)
+    with safe_open(tmp_path / FILE, "pt") as f:
+        about = f.metadata()
+    alter(tensors, about)
+    save_file(tensors, tmp_path / FILE, about)
+    with pytest.raises(k3.CheckpointError, match="has been altered since it was written"):
+        Run.resume(streamed(), tmp_path, NEW, SAMPLING)
+
+
+def test_a_pass_that_is_taken_up_belongs_to_its_run(tmp_path):
+    """Neither another pass of the model, nor an end before it, nor a second attempt changes what comes of it."""
+    whole = Run(streamed(), PROMPT, NEW, SAMPLING)
+    list(whole)
+    stop_after(Run(streamed(), PROMPT, NEW, SAMPLING, tmp_path), 12)        # two layers into the first decoded token
+    before = (tmp_path / FILE).read_bytes()
+    model, ids = streamed(), torch.tensor([PROMPT])
+    plain = model(ids)
+    ended = Run.resume(model, tmp_path, 1, SAMPLING, every=0)
+    assert torch.equal(model(ids), plain) and list(ended) == [] and (tmp_path / FILE).read_bytes() == before
+    run = Run.resume(model, tmp_path, NEW, SAMPLING)
+    assert stop_after(run, 1)
+    run.asked_to_stop, run.after_layer, run.every = False, lambda layer: None, 0
+    assert list(run) == whole.new[1:]
+    for x, y in zip(run.cache.states, whole.cache.states):
+        assert all(torch.equal(a, b) for a, b in zip(x.tensors(), y.tensors()))
+    after = (tmp_path / FILE).read_bytes()
+    assert torch.equal(model(ids), plain) and (tmp_path / FILE).read_bytes() == after
+
+
+def test_an_error_loses_no_token(tmp_path, monkeypatch):
+    whole, model = list(Run(streamed(), PROMPT, NEW, SAMPLING)), streamed()
+    run = iter(Run(model, PROMPT, NEW, SAMPLING, tmp_path))
+    first = [next(run), next(run)]
+    model.ceiling = 10 ** 11
+    monkeypatch.setattr("k3_teach.scale.stream.memory.resident", lambda: 10 ** 12)
+    with pytest.raises(k3.InputError, match="after layer 0 the process holds"):
+        next(run)
+    monkeypatch.undo()
+    more = Run.resume(streamed(), tmp_path, NEW, SAMPLING)
+    assert more.new == first == whole[:2] and list(more) == whole[2:]
+    with pytest.raises(k3.InputError, match="new_tokens is 1; .* has 3 already"):
+        Run.resume(streamed(), tmp_path, 1, SAMPLING)
+
+
+@pytest.mark.parametrize("ids, new, message", [
+    ([], 1, "ids"), ([256], 1, "from 0 to 255"), ([1], 4097, "at most 4096"), ([10 ** 30], 1, "ids is"), (5, 1, "ids is"), ([1], None, "new_tokens is None")])
 def test_prompts_that_cannot_be(ids, new, message):
     with pytest.raises(k3.InputError, match=message):
         Run(streamed(), ids, new)
@@ -125,18 +178,25 @@ def config(tmp_path_factory):
     return str(file)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """A small array tells the bandwidth of a cache, but as well that it is measured."""
+    monkeypatch.setattr("k3_teach.scale.stream.__main__.read_bandwidth", lambda nbytes, device: read_bandwidth(1 << 16, device))
+
+
 def printed(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("token")]
 
 
 def test_the_command(tmp_path, config, capsys):
     options = ["--virtual", "--config", config, "--layers", "4", "--threads", "1", "--seed", "2", "--ids", "1,2,3"]
-    assert main([*options, "--new-tokens", "3", "--report", str(tmp_path / "report.json")]) == 0
+    assert main([*options, "--new-tokens", "3", "--report", str(tmp_path / "new" / "report.json")]) == 0
     out = capsys.readouterr().out
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
     assert report["layers"] == 4 and len(report["new_tokens"]) == 3 and [p["tokens"] for p in report["passes"]] == [3, 1, 1]
     assert out.splitlines()[0] == "prompt 1 2 3" and f"token {report['new_tokens'][0]}" in out.splitlines()
-    assert report["active_bytes"] == report["passes"][1]["bytes"] and "routed experts" in out and "times the floor" in out
+    assert report["active_bytes"] == report["passes"][1]["bytes"] and "routed experts" in out and "median of 2 new tokens" in out
+    assert report["bandwidth"] == max(report["bandwidths"]) > 1e6 and report["passes"][1]["floor_seconds"] == report["active_bytes"] / report["bandwidth"]
     # The same in two parts, the second with the rest of the tokens.
     assert main([*options, "--new-tokens", "1", "--save", str(tmp_path / "run")]) == 0
     assert main([*options[:-2], "--new-tokens", "3", "--resume", str(tmp_path / "run")]) == 0
@@ -151,7 +211,7 @@ def test_the_command_on_a_folder(capsys):
 
 def test_sigterm_stops_after_a_layer_and_saves(tmp_path, config):
     """A process of its own: long enough that the signal finds it at work."""
-    command = [sys.executable, "-m", "k3_teach.scale.stream", "--virtual", "--config", config, "--threads", "1", "--prompt-tokens", "4"]
+    command = [sys.executable, "-m", "k3_teach.scale.stream", "--virtual", "--config", config, "--threads", "1", "--prompt-tokens", "4", "--ceiling", "700MB"]
     p = subprocess.Popen([*command, "--new-tokens", "2000", "--save", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert p.stdout.readline().startswith("prompt") and p.stdout.readline().startswith("token")
@@ -167,14 +227,16 @@ def test_sigterm_stops_after_a_layer_and_saves(tmp_path, config):
     ([], "give either a folder or --virtual"), (["nowhere", "--virtual"], "give either a folder or --virtual"), (["nowhere"], "there is no such file"),
     (["nowhere", "--config", "x"], "--config goes with --virtual"), (["--virtual", "--layers", "94"], "it must be from 1 to 93"), (["--virtual", "--layers", "0"], "it must be from 1 to 93"),
     (["--virtual", "--ids", "1", "--prompt-tokens", "2"], "either --ids or --prompt-tokens"), (["--virtual", "--ids", "1,x", "--layers", "1"], "it must be token ids: 1,2,3"),
-    (["--virtual", "--prompt-tokens", "0"], "--prompt-tokens is 0; it must be at least 1"), (["--virtual", "--new-tokens", "-1"], "--new-tokens is -1"), (["--virtual", "--threads", "0"], "--threads is 0"),
+    (["--virtual", "--prompt-tokens", "0"], "prompt_tokens is 0; it must be an integer from 1"), (["--virtual", "--new-tokens", "-1"], "new_tokens is -1"), (["--virtual", "--threads", "0"], "threads is 0"),
     (["--virtual", "--layers", "1", "--ceiling", "lots"], "the ceiling is 'lots'"), (["--virtual", "--layers", "1", "--ceiling", "1GB"], "the ceiling is 1.00 GB; this needs"),
     (["--virtual", "--layers", "1", "--ids", "163840"], "token ids must be from 0 to 163839"), (["--virtual", "--layers", "1", "--temperature", "-1"], "temperature is -1.0"),
     (["--virtual", "--device", "nonsense"], "device is 'nonsense'"), (["--virtual", "--layers", "1", "--resume", "nowhere"], "not the file of a streamed run"),
-    (["--virtual", "--resume", "nowhere", "--ids", "1"], "a prompt goes with a new run"), (["--virtual", "--seed", "-1"], "--seed is -1"), (["--virtual", "--config", "nowhere.json"], "there is no such file"),
+    (["--virtual", "--resume", "nowhere", "--ids", "1"], "a prompt goes with a new run"), (["--virtual", "--seed", "-1"], "seed is -1"), (["--virtual", "--config", "nowhere.json"], "there is no such file"),
+    (["--virtual", "--layers", "1", "--ids", "9" * 30], "ids is [9"), (["--virtual", "--threads", str(10 ** 12)], "threads is 10"), (["--virtual", "--layers", "1", "--device", "meta"], "a device that holds numbers"),
+    (["--virtual", "--layers", "1", "--ceiling", "9" * 400], "the ceiling is '9"), (["--virtual", "--every", "nan"], "every is nan"), (["--virtual", "--report", "."], "it must be a file"),
+    (["--virtual", "--layers", "1", "--report", "/proc/nowhere/report.json"], "/proc/nowhere can't be written to"), (["--virtual", "--layers", "1", "--save", __file__], "can't be written to"),
 ])
-def test_wrong_options_are_one_line(options, message, capsys, monkeypatch):
-    monkeypatch.setattr("k3_teach.scale.stream.__main__.read_bandwidth", lambda **_: 1e9)
+def test_wrong_options_are_one_line(options, message, capsys):
     assert main(options) == 1
     err = capsys.readouterr().err.strip()
     assert err.startswith("error: ") and message in err and "\n" not in err

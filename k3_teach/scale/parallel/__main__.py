@@ -9,9 +9,11 @@ On nodes of 8 GPUs, the same line on each node:
     torchrun --nnodes 56 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         -m k3_teach.scale.parallel --folder /shared/run --from /shared/Kimi-K3 \\
         --text /shared/text.txt --tokenizer /shared/Kimi-K3 --ep 64 --device cuda \\
-        --rows 896 --length 4096 --steps 1000
+        --rows 448 --length 1024 --autocast --recompute --steps 1000
 
-448 of them hold 2 of the 896 experts of each layer; `k3_teach.scale.cost` counts the bytes.
+By `k3_teach.scale.cost` that is 84 GB each, activations aside, which are 29 GB more for 1024
+tokens; so it wants 141 GB. It was never run: there was no such machine.
+
 The grid is dp x ep: --ep processes share each layer's experts, and what is left is dp. FOLDER
 is seen by all and keeps the two newest checkpoints. A worker that is lost ends the run; --resume
 goes on from the last checkpoint, with as many workers as there are then.
@@ -25,12 +27,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from k3_teach.config import K3Config
 from k3_teach.errors import InputError, K3Error
 from k3_teach.scale.parallel.lost import Notices
 from k3_teach.scale.parallel.run import ParallelTrainer
-from k3_teach.scale.parallel.shard import make_mesh, sharded
+from k3_teach.scale.parallel.shard import make_mesh, recompute, sharded
 from k3_teach.scale.parallel.weights import export, fill, load
 from k3_teach.train.recipe import Recipe
 from k3_teach.train.store import newest
@@ -50,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dp", type=int, help="(what is left)")
     p.add_argument("--ep", type=int, default=1, help="processes that share experts (1)")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(cpu)")
+    p.add_argument("--recompute", action="store_true",
+                   help="less memory for activations, a third more work")
     p.add_argument("--timeout", type=float, default=600, metavar="SECONDS",
                    help="how long to wait for a worker that does not answer (600)")
     what = p.add_argument_group("what is trained (not with --resume)")
@@ -88,8 +94,8 @@ def check(args) -> None:
                          "another folder")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda; torch finds no such device here")
-    if not args.timeout > 0:
-        raise InputError(f"--timeout is {args.timeout}; it must be above 0")
+    if not 0 < args.timeout < 1e6:
+        raise InputError(f"--timeout is {args.timeout}; it must be above 0 and below 1e6")
 
 
 # --- a run ----------------------------------------------------------------------------
@@ -98,6 +104,8 @@ def make_trainer(args) -> ParallelTrainer:
     world = dist.get_world_size()
     dp = args.dp if args.dp is not None else max(1, world // max(1, args.ep))
     mesh = make_mesh(dp, args.ep, args.device)
+    for group in mesh.get_all_groups():     # they have not taken it from that of all
+        _set_pg_timeout(timedelta(seconds=args.timeout), group)
     names = "steps", "save_every", "rows", "length", "lr", "optimiser", "autocast", "seed"
     recipe = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if args.resume:
@@ -161,12 +169,14 @@ def main(arguments: list[str] | None = None) -> int:
         check(args)
         join(args, notices)
         trainer = make_trainer(args)
+        if args.recompute:
+            recompute(trainer.model)
         notices.where = lambda: where(trainer)
         follow(trainer)
         if args.export is not None:
             export(trainer.model, args.export)
         dist.destroy_process_group()
-    except (K3Error, OSError) as error:
+    except (K3Error, OSError, SafetensorError) as error:
         if notices is None:
             print(f"error: {error}", file=sys.stderr)
         else:

@@ -2,7 +2,7 @@
 checkpoints.
 
     step-000500/shard-00003-model-00001-of-00001.safetensors    what process 2 held
-    step-000500/training.json                   step, recipe, configuration, text, files
+    step-000500/training.json                                   what is no tensor
 
 They are written by `torch.distributed.checkpoint`, which cuts them anew for the processes that
 read them: a run of 4 can go on with 2. Its own format keeps a pickle, and who reads a pickle
@@ -14,7 +14,7 @@ the processes of a run, never out of a file.)
 import json
 import os
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from k3_teach.config import K3Config
-from k3_teach.errors import CheckpointError, InputError
+from k3_teach.errors import CheckpointError, InputError, shown
+from k3_teach.files import read_json
 from k3_teach.model import next_token_loss
 from k3_teach.parts.mla import MLA
 from k3_teach.scale.parallel.optimiser import clip_gradients, make_optimisers
@@ -44,6 +45,7 @@ from k3_teach.train.store import KEPT, TRAINING, newest
 from k3_teach.train.text import Data
 
 PARTS = "*.safetensors"
+DTYPES = {"float32": torch.float32, "float64": torch.float64}     # that are trained
 
 
 class ParallelTrainer(Trainer):
@@ -104,7 +106,11 @@ class ParallelTrainer(Trainer):
         return {f"model:{n}": p.detach() for n, p in named.items()} | state
 
     def save(self) -> int:
-        """Write the checkpoint of this step; it and the one before are kept. -> the step."""
+        """Write the checkpoint of this step; it and the one before are kept. -> the step.
+
+        InputError for weights that are not finite: the folder stays as it is.
+        """
+        self._must_be_finite()
         new = self.folder / f".saving-{self.step:06d}"
         if self.rank == 0:
             for leftover in self.folder.glob(".saving-*"):      # of a run that was killed
@@ -112,17 +118,28 @@ class ParallelTrainer(Trainer):
             new.mkdir(parents=True)
         dist.barrier()
         writer = HuggingFaceStorageWriter(str(new), save_distributed=True)
-        dcp.save(self.tensors(), storage_writer=writer)
+        try:
+            dcp.save(self.tensors(), storage_writer=writer)
+        except CheckpointException as error:
+            raise CheckpointError(f"{new}: can't be written; {last_line(error)}") from None
         if self.rank == 0:
             self._finish(new)
         dist.barrier()
         self.saved = self.step
         return self.step
 
+    def _must_be_finite(self) -> None:
+        bad = [n for n, p in self.model.named_parameters() if not bool(local(p).isfinite().all())]
+        everyone = [None] * self.world
+        dist.all_gather_object(everyone, bad[:1])
+        if bad := sum(everyone, []):
+            raise InputError(f"step {self.step} is not saved: {bad[0]} holds NaN or infinity")
+
     def _finish(self, new: Path) -> None:
         """Give the checkpoint its name, and only then remove an old one."""
+        dtype = str(self.model.embed_tokens.weight.dtype).removeprefix("torch.")
         about = dict(step=self.step, recipe=asdict(self.recipe), text=self.fingerprint(),
-                     config=self.model.config.to_dict(), files=sizes(new))
+                     config=self.model.config.to_dict(), dtype=dtype, files=sizes(new))
         self.data.tokenizer.save(new)
         (new / TRAINING).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         target = self.folder / f"step-{self.step:06d}"
@@ -141,9 +158,11 @@ class ParallelTrainer(Trainer):
         fields of the recipe. InputError for another text; CheckpointError for a folder without
         a whole checkpoint.
         """
+        if unknown := changes.keys() - {f.name for f in fields(Recipe)}:
+            raise InputError(f"a recipe has no {min(unknown)}; what may change are its fields")
         checkpoint = newest(folder)
-        config, recipe, step, fingerprint = read_about(checkpoint)
-        model = sharded(config, mesh)
+        config, dtype, recipe, step, fingerprint = read_about(checkpoint)
+        model = sharded(config, mesh, dtype=dtype)
         trainer = cls(model, data, replace(recipe, **changes), folder)
         if trainer.fingerprint() != fingerprint:
             raise InputError(f"{checkpoint} was trained on another text, or with another "
@@ -153,9 +172,14 @@ class ParallelTrainer(Trainer):
         except (CheckpointException, SafetensorError, OSError, LookupError, ValueError, TypeError,
                 AttributeError, AssertionError) as error:
             raise CheckpointError(f"{checkpoint}: does not hold this model; "
-                                  f"{str(error).strip().splitlines()[-1]}") from None
+                                  f"{last_line(error)}") from None
         trainer.step = trainer.saved = step
         return trainer
+
+
+def last_line(error: BaseException) -> str:
+    """Of its message, in which `torch.distributed.checkpoint` has a traceback first."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def sizes(checkpoint: Path) -> dict[str, int]:
@@ -163,23 +187,25 @@ def sizes(checkpoint: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(checkpoint.glob(PARTS))}
 
 
-def read_about(checkpoint: Path) -> tuple[K3Config, Recipe, int, str]:
+def read_about(checkpoint: Path) -> tuple[K3Config, torch.dtype, Recipe, int, str]:
     """What stands beside the tensors. CheckpointError if it is not as it was written, and if a
     file of parts is: what it held would keep the values that happen to be in memory."""
     file = checkpoint / TRAINING
+    about = read_json(file, CheckpointError)
     try:
-        about = json.loads(file.read_text(encoding="utf-8"))
         files, recipe = dict(about["files"]), Recipe(**about["recipe"])
-        step, text = int(about["step"]), str(about["text"])
+        step, text, dtype = about["step"], str(about["text"]), DTYPES[about["dtype"]]
         config = K3Config.from_dict(about["config"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        if type(step) is not int or step < 1:
+            raise ValueError(f"step is {shown(step)}")
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file}: not what a run on many processes writes ({e})") from None
     there = sizes(checkpoint)
     wrong = sorted(n for n in files.keys() | there.keys() if files.get(n) != there.get(n))
     if wrong:
         raise CheckpointError(f"{checkpoint / wrong[0]}: has {there.get(wrong[0], 'no')} bytes; "
                               f"it must have {files.get(wrong[0], 'no')}")
-    return config, recipe, step, text
+    return config, dtype, recipe, step, text
 
 
 @torch.no_grad()

@@ -19,6 +19,8 @@ Shapes: N tokens of this process, k experts a token, l their width, E experts, R
 this process computes.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from k3_teach.config import K3Config
 from k3_teach.errors import InputError
@@ -119,12 +122,12 @@ def sharded(config: K3Config, mesh: DeviceMesh, dtype: torch.dtype = torch.float
 
     It is made without memory ("meta"), cut, and only then given memory. Gradients are summed
     over the processes: for a mean, divide the loss by their number. In 16 bits it can't be
-    trained: a unit would hold parameters of two precisions. InputError for experts that the
-    processes can't share evenly.
+    trained: a unit would hold parameters of two precisions. InputError for experts that "ep"
+    can't share evenly.
     """
-    if config.num_experts % mesh.size():
-        raise InputError(f"num_experts is {config.num_experts}; it must be a multiple of the "
-                         f"{mesh.size()} processes")
+    if config.num_experts % mesh["ep"].size():
+        raise InputError(f"num_experts is {config.num_experts}; it must be a multiple of ep, "
+                         f"{mesh['ep'].size()}")
     model = K3Model(config, device="meta", dtype=dtype)
     model.requires_grad_(dtype in (torch.float32, torch.float64))
     # Small, the same everywhere, and set by the balancer: these stay whole.
@@ -155,19 +158,33 @@ def units(model: K3Model, mesh: DeviceMesh):
     yield model
 
 
+def recompute(model: K3Model) -> None:
+    """Keep of every mixer and feed-forward only what it reads, and compute the rest again when
+    its gradient is due: less memory, for one more forward pass (arXiv 1604.06174)."""
+    for layer in model.layers:
+        for unit in (layer.self_attn, layer.ffn):
+            unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+
+
 def local(p: Tensor) -> Tensor:
     """The part of a parameter, a gradient or a momentum that lies here, to be written to."""
     return p.to_local() if isinstance(p, DTensor) else p
 
 
 def rows_here(p: Tensor) -> tuple[int, int]:
-    """First and last but one row of the whole parameter in `local(p)`; for stacks, experts."""
-    n = len(p)
-    if not isinstance(p, DTensor):
-        return 0, n
-    place, world = p.device_mesh.get_coordinate(), p.device_mesh.size()
-    if len(place) == 2:                 # experts: first over "ep", and each part over "dp"
-        (dp, ep), (of, _) = place, p.device_mesh.shape
-        place = [ep * of + dp]
-    size = -(-n // world)
-    return min(place[0] * size, n), min((place[0] + 1) * size, n)
+    """Which rows of the whole parameter `local(p)` has, of a stack which experts: the first, and
+    the one after the last."""
+    first, end = 0, len(p)
+    if isinstance(p, DTensor):          # experts: first over "ep", and each part over "dp"
+        mesh = p.device_mesh
+        for i, of in zip(reversed(mesh.get_coordinate()), reversed(mesh.shape)):
+            start, stop = cut_rows(end - first, i, of)
+            first, end = first + start, first + stop
+    return first, end
+
+
+def cut_rows(n: int, i: int, of: int) -> tuple[int, int]:
+    """The same for part i of n rows in `of` parts, as torch cuts them: the last parts may have
+    fewer, or none."""
+    size = -(-n // of)
+    return min(i * size, n), min((i + 1) * size, n)

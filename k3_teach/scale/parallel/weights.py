@@ -1,5 +1,6 @@
 """The weights of a model that lies on many processes: from a seed, from a folder in the
-released format, and into one. No process ever holds more than its part and one tensor.
+released format, and into one. No process ever holds more than its part and one tensor; and,
+while it writes, the tensors of one file.
 
 A tensor is what the release calls one: a matrix of one expert, say, not a stack of them.
 """
@@ -63,7 +64,8 @@ def load(folder, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> K3Mode
     """The model of a folder in the released format, of which each process reads its part: its
     experts, decoded from MXFP4 if they are stored so, and its rows of the rest.
 
-    Errors as in `load_checkpoint`, the same ones on every process.
+    Errors as in `load_checkpoint`: every process meets those of names and shapes, and those of
+    its own numbers.
     """
     folder = Path(folder)
     config, stored = K3Config.from_json(folder), Stored(folder)

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,17 +22,20 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from k3_teach.arguments import COUNT, NOT_NEGATIVE, SIZE, check_arguments
 from k3_teach.config import K3Config
 from k3_teach.errors import InputError, K3Error
-from k3_teach.scale.stream.memory import gigabytes
+from k3_teach.scale.stream.memory import gigabytes, resident
 from k3_teach.scale.stream.model import StreamedModel
 from k3_teach.scale.stream.report import read_bandwidth, summary, text
 from k3_teach.scale.stream.run import EVERY, FILE, Run, Sampling, Stopped
-from k3_teach.scale.stream.source import FolderSource, VirtualSource, first_layers
-from k3_teach.validate import check_device
+from k3_teach.scale.stream.source import SEED, FolderSource, VirtualSource, first_layers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64,
           "float16": torch.float16}
+THREADS = "an integer from 1 to 1024", lambda n: 1 <= n <= 1024
+OPTIONS = {"prompt_tokens": SIZE, "new_tokens": COUNT, "prefill_chunk": SIZE, "seed": SEED,
+           "threads": THREADS, "every": NOT_NEGATIVE}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,18 +77,22 @@ def check(args) -> None:
         raise InputError("give either --ids or --prompt-tokens")
     if args.resume and (args.ids is not None or args.prompt_tokens is not None):
         raise InputError("a prompt goes with a new run; --resume has one")
-    least = {"prompt_tokens": 1, "new_tokens": 0, "threads": 1, "seed": 0, "prefill_chunk": 1}
-    for name, value in least.items():
-        if getattr(args, name) is not None and getattr(args, name) < value:
-            raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must "
-                             f"be at least {value}")
+    check_arguments(OPTIONS, {n: x for n, x in vars(args).items() if x is not None})
     if args.save and (args.save / FILE).exists():
         raise InputError(f"{args.save} holds a run already; go on with --resume, or name "
                          "another folder")
-    for folder in filter(None, (args.save, args.report and args.report.parent)):
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"{folder} is no folder")
-    check_device(args.device)
+    if args.report and args.report.is_dir():
+        raise InputError(f"--report is {args.report}, a folder; it must be a file")
+
+
+def check_writable(*folders: Path | None) -> None:
+    """Make them. InputError, rather than hours later, where a file can't be written."""
+    for folder in filter(None, folders):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as e:
+            raise InputError(f"{folder} can't be written to: {e.strerror}") from None
 
 
 def make_source(args):
@@ -149,6 +157,7 @@ def follow(run: Run) -> None:
         run.after_layer = show
         for token in run:
             bar.write(f"token {token}", file=sys.stdout)
+            sys.stdout.flush()
             bar.reset()
 
 
@@ -158,10 +167,13 @@ def main(arguments: list[str] | None = None) -> int:
         check(args)
         if args.threads:
             torch.set_num_threads(args.threads)
-        bandwidth = read_bandwidth(device=args.device)
         run = make_run(args)
+        check_writable(run.folder, args.report and args.report.parent)
+        before = bandwidth(run.model)
         with gentle(run):
             follow(run)
+        finish(run, (before, bandwidth(run.model)), args.report)
+        return 0
     except Stopped:
         kept = f"saved in {run.folder}; --resume goes on" if run.folder else "nothing saved"
         print(f"stopped, {kept}", file=sys.stderr)
@@ -172,13 +184,17 @@ def main(arguments: list[str] | None = None) -> int:
     except (K3Error, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finish(run, bandwidth, args.report)
-    return 0
 
 
-def finish(run: Run, bandwidth: float, file: Path | None) -> None:
-    found = summary(run, bandwidth)
-    print(text(found))
+def bandwidth(model: StreamedModel) -> float:
+    """Measured with an array of 2 GiB, or half of what the ceiling leaves."""
+    room = model.ceiling - (resident() or 0)
+    return read_bandwidth(max(min(1 << 31, room // 2), 1 << 20), model.device)
+
+
+def finish(run: Run, bandwidths: tuple[float, ...], file: Path | None) -> None:
+    found = summary(run, *bandwidths)
+    print(text(found), flush=True)
     if file is not None:
         beside = file.with_name(file.name + ".unfinished")
         beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

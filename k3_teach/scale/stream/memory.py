@@ -24,7 +24,7 @@ def parse_bytes(text: str | int | None) -> int | None:
         return None
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text), re.ASCII)
     unit = UNITS.get(found[2].upper()) if found else None
-    if unit is None or not float(found[1]) * unit >= 1:
+    if unit is None or not 1 <= float(found[1]) * unit < 2 ** 63:
         raise InputError(f"the ceiling is {text!r}; it must be a number of bytes above 0, "
                          "such as 8GB or 7.5GiB")
     return int(float(found[1]) * unit)

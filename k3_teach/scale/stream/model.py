@@ -14,11 +14,10 @@ Shapes: B rows, T tokens, d model width, E experts.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from k3_teach.config import K3Config
+from k3_teach.cache import Cache
 from k3_teach.errors import InputError
 from k3_teach.model import K3Model
 from k3_teach.parts.grouped import by_expert
@@ -56,6 +55,8 @@ class Stack:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """torch.grouped_mm(x, stack): the kernel wants all experts at once. Instead, one
         product for each expert in use."""
+        if "offs" not in (kwargs or {}):
+            return NotImplemented
         x, stack = args
         parts = zip(by_expert(x, kwargs["offs"]), stack.unbind())
         return torch.cat([x_e @ w_e.T for x_e, w_e in parts if len(x_e)])
@@ -130,6 +131,8 @@ class StreamedModel(K3Model):
         A pass that is going to need more is refused before it runs, and the process is
         measured after every layer. None: not looked at. See memory.py.
     after_layer(layer, stream): called when a layer has run; it may raise.
+    paused: (layers, restore), or None. The next pass, and it alone, leaves out so many layers;
+        restore(stream) gives the stream what they left.
 
     InputError for what a pass makes of its numbers: above the ceiling, or not finite, with
     the layer and where its weights come from; the cache is then as it was.
@@ -139,6 +142,9 @@ class StreamedModel(K3Model):
                  ceiling: str | int | None = None, after_layer=lambda layer, stream: None):
         check_dtype(dtype)
         check_device(device)
+        if dtype is None or torch.device(device).type == "meta":
+            raise InputError(f"dtype is {dtype} and device {device}; a streamed model needs a "
+                             "dtype, and a device that holds numbers")
         self.before, self.to_hold = resident() or 0, source.to_hold
         super().__init__(source.config, device="meta", dtype=dtype)
         self.eval().requires_grad_(False)
@@ -176,8 +182,12 @@ class StreamedModel(K3Model):
                  if "_res_" in name or name == "norm.weight"]
         for name, p in small:
             module, _, attribute = name.rpartition(".")
-            values = nn.Parameter(self.read(f"model.{name}", p.dtype), requires_grad=False)
-            setattr(self.get_submodule(module), attribute, values)
+            values = self.read(f"model.{name}", p.dtype).clone()
+            if not bool(values.isfinite().all()):
+                raise InputError(f"model.{name} holds NaN or infinity; it comes from "
+                                 f"{self.source.origin([f'model.{name}'])}")
+            kept = nn.Parameter(values, requires_grad=False)
+            setattr(self.get_submodule(module), attribute, kept)
         return sum(p.nbytes for _, p in small)
 
     def _lend(self) -> None:
@@ -219,34 +229,38 @@ class StreamedModel(K3Model):
     def forward(self, ids: Tensor, attention_mask: Tensor | None = None, cache=None,
                 return_trace: bool = False):
         check_ids(ids, self.config.vocab_size)
-        cached = 0 if cache is None else len(cache)
+        cached = len(cache) if isinstance(cache, Cache) else 0
         refuse_above(self.ceiling, plan(self, *ids.shape, cached))
         self.source.prepare()
+        self.used = []
         with self.clock.forward_pass(ids.shape[1], cached), torch.no_grad():
-            out = super().forward(ids, attention_mask, cache, return_trace)
-            self.peak = max(self.peak, assert_below(self.ceiling, "the output head"))
-        return out
+            return super().forward(ids, attention_mask, cache, return_trace)
 
-    def resume(self, layer: int, restore) -> None:
-        """Let the next pass begin behind `layer` layers; restore(stream) gives the stream
-        what they left."""
-        self.paused = layer, restore
+    def _run(self, *args):
+        logits, trace = super()._run(*args)     # if this raises, the cache forgets the pass
+        self._check_numbers(logits, "the output head")
+        return logits, trace
 
     def new_stream(self, x: Tensor):
         stream, (self.first, restore) = super().new_stream(x), self.paused or (0, None)
         if restore is not None:
             restore(stream)
-        self.clock.now.first_layer, self.paused, self.used = self.first, None, []
+        self.clock.now.first_layer, self.paused = self.first, None
         return stream
 
     def _runs(self, layer: int) -> bool:
         return layer >= self.first
 
     def _after(self, layer: int, stream) -> None:
-        if not bool(stream.prefix.isfinite().all()):
-            raise InputError(f"layer {layer} gives NaN or infinity; its weights come from "
-                             f"{self.source.origin(self.used)}")
-        self.used = []
-        self.clock.layer(assert_below(self.ceiling, f"layer {layer}"))
-        self.peak = max(self.peak, self.clock.now.memory[-1])
+        self.clock.layer(self._check_numbers(stream.prefix, f"layer {layer}"))
         self.after_layer(layer, stream)
+
+    def _check_numbers(self, x: Tensor, where: str) -> int:
+        """What a layer or the head gives is finite, and the process below the ceiling -> its
+        anonymous bytes."""
+        if not bool(x.isfinite().all()):
+            raise InputError(f"{where} gives NaN or infinity; its weights come from "
+                             f"{self.source.origin(self.used)}")
+        held, self.used = assert_below(self.ceiling, where), []
+        self.peak = max(self.peak, held)
+        return held

@@ -4,6 +4,7 @@ The floor of a pass is its weights read once, at the speed at which this machine
 """
 
 import time
+from statistics import median
 
 import torch
 
@@ -13,8 +14,8 @@ from k3_teach.scale.stream.clock import Pass
 from k3_teach.scale.stream.memory import gigabytes
 
 
-def read_bandwidth(nbytes: int = 1 << 29, device="cpu", rounds: int = 5) -> float:
-    """Bytes per second of a sum over an array that no cache holds, with all threads."""
+def read_bandwidth(nbytes: int = 1 << 31, device="cpu", rounds: int = 5) -> float:
+    """Bytes per second, at best, of a sum over an array that no cache holds, with all threads."""
     x, best = torch.ones(nbytes // 4, device=device), float("inf")
     for _ in range(rounds + 1):         # the first warms up
         start = time.perf_counter()
@@ -44,9 +45,10 @@ def by_part(passes: list[Pass]) -> dict[str, dict[str, float]]:
     return dict(sorted(rows.items(), key=lambda row: -row[1]["seconds"]))
 
 
-def summary(run, bandwidth: float) -> dict:
-    """All of it, for JSON."""
-    model, c = run.model, run.model.config
+def summary(run, *bandwidths: float) -> dict:
+    """All of it, for JSON. bandwidths: as they were measured, before the run and after it, say;
+    the floor is by the fastest."""
+    model, c, bandwidth = run.model, run.model.config, max(bandwidths)
     passes = [{"tokens": p.tokens, "cached": p.cached, "first_layer": p.first_layer,
                "seconds": p.total_seconds, "bytes": p.total_bytes,
                "layer_seconds": p.layer_seconds, "memory": p.memory,
@@ -55,8 +57,9 @@ def summary(run, bandwidth: float) -> dict:
     return {"layers": c.num_hidden_layers, "weights": model.source.identity,
             "dtype": str(model.dtype), "device": str(model.device),
             "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "bandwidth": bandwidth, "ceiling": model.ceiling, "plan": run.plan(),
-            "peak": model.peak, "active_bytes": active_bytes(c, model.dtype.itemsize),
+            "bandwidth": bandwidth, "bandwidths": bandwidths,
+            "ceiling": model.ceiling, "plan": run.plan(), "peak": model.peak,
+            "active_bytes": active_bytes(c, model.dtype.itemsize),
             "prompt_tokens": run.prompt, "new_tokens": run.new, "passes": passes,
             "prefill": by_part(prefill), "decode": by_part(decode)}
 
@@ -71,12 +74,13 @@ def text(found: dict) -> str:
     """The same as a page of text."""
     lines = [f"{found['layers']} layers, {found['weights']}, {found['dtype']}, "
              f"{found['device']}, {found['threads']} threads",
-             f"this machine reads {gigabytes(found['bandwidth'])}/s; one new token reads "
-             f"{gigabytes(found['active_bytes'])} of weights"]
+             f"this machine reads {' or '.join(map(gigabytes, found['bandwidths']))} a second; "
+             f"one new token reads {gigabytes(found['active_bytes'])} of weights"]
     lines += [f"{p['tokens']} token{'s' * (p['tokens'] > 1)} behind {p['cached']}: "
               f"{p['seconds']:.2f} s, {gigabytes(p['bytes'])}, "
               f"{p['seconds'] / max(p['floor_seconds'], 1e-12):.2f} times the floor"
               for p in found["passes"]]
+    lines += _median(found["passes"])
     for kind in ("prefill", "decode"):
         if found[kind]:
             lines += ["", f"{kind:25s} {'seconds':>9s} {'':>6s} {'weights':>12s} {'GB/s':>7s}"]
@@ -85,6 +89,16 @@ def text(found: dict) -> str:
     lines += ["", f"memory, planned: {gigabytes(sum(found['plan'].values()))} ({planned})",
               f"memory, anonymous, most after a layer: {gigabytes(found['peak'])}"]
     return "\n".join(lines)
+
+
+def _median(passes: list[dict]) -> list[str]:
+    """Of the new tokens that ran as a whole."""
+    whole = [p for p in passes if p["tokens"] == 1 and p["cached"] and not p["first_layer"]]
+    if not whole:
+        return []
+    seconds = median(p["seconds"] for p in whole)
+    times = median(p["seconds"] / max(p["floor_seconds"], 1e-12) for p in whole)
+    return [f"median of {len(whole)} new tokens: {seconds:.2f} s, {times:.2f} times the floor"]
 
 
 def _rows(parts: dict) -> list[str]:

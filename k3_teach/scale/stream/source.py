@@ -23,13 +23,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from k3_teach.checkpoint import FLOATS, Stored, _fit, _misshapen, _raise_if, released_names
+from k3_teach.arguments import check_arguments
+from k3_teach.checkpoint import (
+    FLOATS, PREFIX, Stored, _fit, _misshapen, _raise_if, released_names)
 from k3_teach.config import K3Config
 from k3_teach.errors import CheckpointError, InputError
 from k3_teach.files import as_path
 from k3_teach.init import RULES
 from k3_teach.model import K3Model
+from k3_teach.validate import check_dtype
 
+SEED = "an integer from 0 to 2**63 - 1", lambda x: type(x) is int and 0 <= x < 2 ** 63
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight")
 
 
@@ -41,8 +45,8 @@ def first_layers(c: K3Config, layers: int | None) -> K3Config:
     L, a = c.num_hidden_layers, c.linear_attn_config
     if layers is None:
         return c
-    if not 1 <= layers <= L:
-        raise InputError(f"layers is {layers}; it must be from 1 to {L}")
+    if type(layers) is not int or not 1 <= layers <= L:
+        raise InputError(f"layers is {layers!r}; it must be from 1 to {L}")
     kept = lambda numbers: tuple(i for i in numbers if i <= layers)
     return c.replace(num_hidden_layers=layers, kda_layers=kept(a.kda_layers),
                      full_attn_layers=kept(a.full_attn_layers))
@@ -57,12 +61,16 @@ class FolderSource(Stored):
     Everything that the headers show is checked here, before anything runs: CheckpointError
     names each file that can't be read, and each tensor that is missing, misshapen, or has
     no place. layers: only the first so many; of the others nothing is needed.
+
+    A file must stay as it is: reading a map behind the end of a file that was cut would kill
+    the process. Its size and time are looked at before each tensor, so all but a cut in that
+    very moment is a CheckpointError.
     """
 
     to_hold = 0
 
     def __init__(self, folder, layers: int | None = None):
-        self.folder, self.paths = as_path(folder), {}
+        self.folder, self.paths, self.opened = as_path(folder), {}, {}
         whole = K3Config.from_json(self.folder)
         super().__init__(self.folder)
         self.config = first_layers(whole, layers)
@@ -87,10 +95,17 @@ class FolderSource(Stored):
         """There is nothing to do."""
 
     def _add(self, stored: str, f, path: Path):
-        before = len(self.files)
         super()._add(stored, f, path)
-        if len(self.files) > before:
-            self.paths[next(reversed(self.files))] = path
+        self.paths[stored.removeprefix(PREFIX)] = path
+        self.opened.setdefault(path, _size_and_time(path))
+
+    def raw(self, name: str) -> Tensor:
+        """As it is stored. CheckpointError if the file has changed since it was opened."""
+        path = self.paths[name]
+        if _size_and_time(path) != self.opened[path]:
+            raise CheckpointError(f"{path}: has changed since it was opened; a folder must stay "
+                                  "as it is while it is read")
+        return super().raw(name)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """CheckpointError for values that MXFP4 or the padding of `A_log` can't have."""
@@ -104,7 +119,8 @@ class FolderSource(Stored):
         return x.clone() if dtype == torch.float64 and x.data_ptr() % 64 else x
 
     def rows(self, name: str, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.raw(name)[ids].to(dtype)
+        stored = self.raw(name) if name in self.files else self.read(name, dtype)
+        return stored[ids].to(dtype)
 
     def made(self, name: str, dtype: torch.dtype) -> int:
         viewed = FLOATS.get(self.kind(name)) == dtype != torch.float64
@@ -118,9 +134,24 @@ class FolderSource(Stored):
 
     @cached_property
     def identity(self) -> str:
-        """A digest of the shards' names and sizes: the folder may be moved."""
-        files = sorted({(p.name, p.stat().st_size) for p in self.paths.values()})
+        """A digest of the shards' names, sizes and last bytes: the folder may be moved."""
+        files = sorted((p.name, *_size_and_end(p)) for p in self.opened)
         return f"folder {blake2b(repr(files).encode(), digest_size=8).hexdigest()}"
+
+
+def _size_and_time(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+        return found.st_size, found.st_mtime_ns
+    except OSError:
+        return None
+
+
+def _size_and_end(path: Path) -> tuple[int, bytes]:
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 4096))
+        return size, file.read()
 
 
 class VirtualSource:
@@ -139,8 +170,8 @@ class VirtualSource:
     BLOCK = 2 ** 26 - 5     # numbers drawn, a prime: no width of a matrix divides it
 
     def __init__(self, config: K3Config, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2 ** 63:
-            raise InputError(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
+        check_arguments({"seed": SEED}, {"seed": seed})
+        check_dtype(dtype)
         self.config, self.seed, self.dtype = config, seed, dtype
         self.identity = f"virtual, seed {seed}, pool in {dtype}"
         model = K3Model(config, device="meta")

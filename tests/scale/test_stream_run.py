@@ -155,7 +155,12 @@ def test_an_error_loses_no_token(tmp_path, monkeypatch):
     monkeypatch.setattr("k3_teach.scale.stream.memory.resident", lambda: 10 ** 12)
     with pytest.raises(k3.InputError, match="after layer 0 the process holds"):
         next(run)
+    eager = Run(model, PROMPT, NEW, SAMPLING, tmp_path / "eager", every=0)
+    monkeypatch.setattr("k3_teach.scale.stream.memory.resident", lambda: 0 if len(model.clock.now.memory) < 2 else 10 ** 12)
+    with pytest.raises(k3.InputError, match="after layer 2 the process holds"):
+        next(iter(eager))
     monkeypatch.undo()
+    assert Run.resume(streamed(), tmp_path / "eager", NEW, SAMPLING).under_way[0] == 2
     more = Run.resume(streamed(), tmp_path, NEW, SAMPLING)
     assert more.new == first == whole[:2] and list(more) == whole[2:]
     with pytest.raises(k3.InputError, match="new_tokens is 1; .* has 3 already"):

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from k3_teach.config import K3Config
-from k3_teach.errors import InputError
+from k3_teach.errors import InputError, shown
 from k3_teach.parts.attn_res import TwoPhaseStream
 from k3_teach.scale.cost import cache_bytes
 
@@ -25,7 +25,7 @@ def parse_bytes(text: str | int | None) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text), re.ASCII)
     unit = UNITS.get(found[2].upper()) if found else None
     if unit is None or not 1 <= float(found[1]) * unit < 2 ** 63:
-        raise InputError(f"the ceiling is {text!r}; it must be a number of bytes above 0, "
+        raise InputError(f"the ceiling is {shown(text)}; it must be a number of bytes above 0, "
                          "such as 8GB or 7.5GiB")
     return int(float(found[1]) * unit)
 

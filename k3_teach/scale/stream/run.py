@@ -112,10 +112,12 @@ class Run:
         """A token, or None at the end. The model knows of the run only meanwhile: passes
         that others ask it for are none of the run's."""
         self.model.after_layer, self.model.paused = self._after_layer, self.under_way
+        began = time.monotonic()
         try:
             token = next(more, None)
         except K3Error:         # the cache is as it was before this token
-            self._save_between_passes()
+            if self.saved_at <= began:          # else the file knows more
+                self._save_between_passes()
             raise
         finally:
             self.model.after_layer, self.model.paused = lambda layer, stream: None, None

@@ -19,7 +19,7 @@ PARALLEL = -n logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 # What only `make lab` needs; it installs them.
 LAB_WITH = jupyterlab==4.6.6 jupyterlab-myst==2.7.0
 
-.PHONY: book test notebooks experiments toy bench serve lab pdf clean
+.PHONY: book test notebooks experiments toy full bench serve lab pdf clean
 
 book: $(BUILT)  ## build the site
 	@echo "The book is at file://$(CURDIR)/$(PAGE) (or run: make serve)"
@@ -40,6 +40,10 @@ toy: $(READY)  ## train the model that ships, and its draft, again (a quarter of
 	$(PY) -m k3_teach.train _build/draft --config k3_teach/toy/draft/config.json --text library \
 		--tokenizer k3_teach/toy --steps 750 --lr 0.01 --validate-every 50 --save-every 50 \
 		--threads 1 --ship k3_teach/toy/draft
+
+full: $(READY)  ## run all 93 layers at full width again and store the report (three minutes, idle machine, 8 GB)
+	$(PY) -m k3_teach.scale.stream --virtual --prompt-tokens 8 --new-tokens 6 \
+		--report benchmarks/stored/full-size/stream.json
 
 bench: $(READY)  ## time the package beside the usual ways, one thread (ten minutes)
 	$(PY) -m benchmarks --output _build/bench

@@ -4,7 +4,8 @@
 them together; `boundary` checks what is passed to a part from outside; `cache` is what
 decoding keeps; `checkpoint` reads the released format and
 `saving` writes it; `generate/` continues a text and `speculative` does so with a draft;
-`scale/` counts what it costs; `train/` holds the optimiser.
+`scale/` counts what it costs, and runs it at full size; `train/` trains it; `conformance/`
+tests other implementations.
 """
 
 from k3_teach.boundary import (

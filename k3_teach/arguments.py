@@ -3,7 +3,8 @@
     attention = checked(attention, q="B H T K", k="B H S K", v="B H S V", scale=NUMBER)
 
 A letter is one size wherever it stands in a call, and not 0 unless it is N. `...` are leading
-axes, the same wherever they stand; `*` are some that broadcast with those of the first tensor.
+axes, the same wherever they stand; `*` are some that broadcast to those of the first tensor,
+`**` such that both broadcast.
 Tensors are floats, or "any: d" (their dtype has nothing to do with that of others), "kin: d"
 (float64 if others are), "wide: d" (not below float32), "int: N k", "bool: T S", "mask: B T",
 "number: E", "index E: N k" (values from 0 to E-1); a "?" at the end allows None. Other values
@@ -103,7 +104,7 @@ def _check_shape(name: str, x, want: str, sizes: dict, first: Tensor | None) -> 
     kind, _, below = kind.partition(" ")
     before = dict(sizes)
     axes = letters.split()
-    leading = axes.pop(0) if axes and axes[0] in ("...", "*") else None
+    leading = axes.pop(0) if axes and axes[0] in ("...", "*", "**") else None
     ok = isinstance(x, Tensor) and x.layout == torch.strided and x.dtype in DTYPES[kind]
     ok = ok and (x.ndim >= len(axes) if leading else x.ndim == len(axes))
     ok = ok and _fits(x, axes, leading, sizes, first)
@@ -121,10 +122,11 @@ def _fits(x: Tensor, axes: list, leading: str | None, sizes: dict, first) -> boo
     before, last = x.shape[:x.ndim - len(axes)], x.shape[x.ndim - len(axes):]
     if leading == "...":
         sizes.setdefault("...", list(before))
-    elif leading == "*":
+    elif leading is not None:
         target = first.shape[:first.ndim - len(axes)]
         pairs = zip(reversed(before), reversed(target))
-        if len(before) > len(target) or any(n != m and 1 not in (n, m) for n, m in pairs):
+        ones = lambda n, m: n == 1 or leading == "**" and m == 1
+        if len(before) > len(target) or any(n != m and not ones(n, m) for n, m in pairs):
             return False
     same = leading != "..." or sizes["..."] == list(before)
     return same and all((n > 0 or a == "N") and sizes.setdefault(a, n) == n

@@ -21,7 +21,7 @@ next_token_loss = checked(next_token_loss, logits="B T vocab", ids="index vocab:
                           attention_mask="mask: B T?")
 
 # --- attention ------------------------------------------------------------------------
-_qkv = dict(q="B H T K", k="B H S K", v="B H S V", scale=NUMBER, mask="bool: * T S?")
+_qkv = dict(q="B H T K", k="* S K", v="* S V", scale=NUMBER, mask="bool: * T S?")
 attention = checked(attend.attention, same_dtype=True, **_qkv)
 attention_eager = checked(attend.attention_eager, same_dtype=True, **_qkv)
 
@@ -37,11 +37,13 @@ def _check_room(T, S, valid=None, device=None) -> None:
 
 causal_mask = checked(attend.causal_mask, T=SIZE, S=SIZE, valid="bool: B L?", also=_check_room)
 _mla = dict(q="B H T D", latent="B S LR", kv_b="H NV L", v_dim=SIZE, scale=NUMBER,
-            mask="bool: * 1 T S?")
+            mask="bool: * T S?")
 
 
 def _check_widths(q, latent, kv_b, v_dim, scale, mask=None) -> None:
     own, shared = kv_b.shape[1] - v_dim, latent.shape[-1] - kv_b.shape[2]
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
+        raise InputError(f"mask is {list(mask.shape)}; it must be [B, 1, T, S], for all heads")
     if own < 0 or shared < 0 or q.shape[-1] != own + shared or q.shape[2] > latent.shape[1]:
         ends = [list(x.shape[-2:]) for x in (q, latent, kv_b)]
         raise InputError(f"q, latent, kv_b end in {ends} and v_dim is {v_dim}; they must end in "
@@ -82,7 +84,7 @@ chunk_kda = checked(kda.chunk_kda, **_kda, chunk_size=optional(COUNT),
 short_conv = checked(kda_layer.short_conv, x="B T P", weight="P 1 W", taps="B before P?",
                      also=_check_taps)
 l2_normalize = checked(kda_layer.l2_normalize, x="... K", eps=NOT_NEGATIVE)
-_gate = dict(z="B T H K", A_log="H", dt_bias="H K")
+_gate = dict(z="... H K", A_log="H", dt_bias="H K")
 bounded_gate = checked(kda_layer.bounded_gate, **_gate, lower_bound=NUMBER)
 softplus_gate = checked(kda_layer.softplus_gate, **_gate)
 
@@ -91,7 +93,7 @@ attn_res = checked(depth.attn_res, sources="... d", query="d", eps=NOT_NEGATIVE)
 read_sealed = checked(depth.read_sealed, sealed="... d", queries="P d", eps=NOT_NEGATIVE)
 merge_live = checked(depth.merge_live, mixture="wide: ... d", log_sum="wide: ...",
                      live="... d", query="d", eps=NOT_NEGATIVE)
-rms_norm = checked(norm.rms_norm, x="... d", weight="d", eps=NOT_NEGATIVE)
+rms_norm = checked(norm.rms_norm, x="... d", weight="any: d", eps=NOT_NEGATIVE)
 
 
 def _check_pairs(x, angles) -> None:
@@ -105,17 +107,27 @@ apply_rope = checked(rope.apply_rope, x="... T dim", angles="any: * T half", als
 
 # --- feed-forwards --------------------------------------------------------------------
 softcap = checked(situ.softcap, x="...", beta=optional(POSITIVE))
-glu = checked(situ.glu, gate="...", up="*")
-swiglu = checked(situ.swiglu, gate="...", up="*")
-situ_glu = checked(situ.situ_glu, gate="...", up="*", beta=POSITIVE,
+glu = checked(situ.glu, gate="...", up="**")
+swiglu = checked(situ.swiglu, gate="...", up="**")
+situ_glu = checked(situ.situ_glu, gate="...", up="**", beta=optional(POSITIVE),
                    linear_beta=optional(POSITIVE))
-route = checked(moe.route, scores="N E", bias="any: E", top_k=COUNT, renormalize=TRUTH,
+
+
+def _check_groups(scores, *args, num_groups=1, topk_group=1, **options) -> None:
+    E = scores.shape[1]
+    if num_groups > max(1, topk_group) and (E % num_groups or E < 2 * num_groups):
+        raise InputError(f"num_groups is {num_groups}; groups must divide {E} experts "
+                         "and have at least two each, for their best two are their score")
+
+
+route = checked(moe.route, also=_check_groups, scores="N E", bias="any: E", top_k=COUNT,
+                renormalize=TRUTH,
                 scaling=NUMBER, num_groups=COUNT, topk_group=COUNT)
 _experts = dict(w1="E m l", x="N l", idx="index E: N k", weights="kin: N k",
                 w2="E l m", w3="E m l", act=FUNCTION)
 experts_loop = checked(moe.experts_loop, same_dtype=True, **_experts)
 experts_grouped = checked(moe.experts_grouped, same_dtype=True, **_experts)
-expert_load = checked(balance.expert_load, idx="index: N k", num_experts=SIZE)
+expert_load = checked(balance.expert_load, idx="index: ...", num_experts=SIZE)
 max_vio = checked(balance.max_vio, load="number: E")
 sign_update = checked(balance.sign_update, bias="E", load="int: E", step=NUMBER)
 quantile_bias = checked(balance.quantile_bias, scores="N E", bias="E", top_k=SIZE,

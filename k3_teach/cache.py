@@ -164,7 +164,8 @@ class Cache:
         InputError for another shape or dtype, and for a row that there is not.
         """
         integers = isinstance(rows, Tensor) and rows.dtype in (torch.int32, torch.int64)
-        if not integers or rows.ndim != 1 or not rows.numel() or rows.is_meta:
+        integers = integers and not (rows.is_meta or rows.is_sparse)
+        if not integers or rows.ndim != 1 or not rows.numel():
             raise InputError(f"rows is {shown(rows)}; "
                              "it must be a list of row numbers, an int64 tensor [n]")
         if rows.min() < 0 or rows.max() >= self.batch_size:

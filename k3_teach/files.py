@@ -5,6 +5,7 @@ may never end, is not read.
 """
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,9 @@ def as_path(path, name: str = "folder") -> Path:
     """`path` as a Path. InputError for what cannot be the name of a file or folder."""
     try:
         given = Path(path)
-        given.exists()
+        os.stat(given)
+    except FileNotFoundError:       # it may be made yet
+        return given
     except (TypeError, ValueError, OSError):
         raise InputError(f"{name} is {shown(path)}; it must be a path") from None
     return given

@@ -184,16 +184,16 @@ def speculate_greedy(target: K3Model, draft: K3Model, ids: Tensor, num_tokens: i
 
 def _check_call(target, draft, ids, num_tokens, drafts) -> None:
     for name, model in (("target", target), ("draft", draft)):
-        if not isinstance(model, K3Model):
+        if not hasattr(model, "config"):
             raise InputError(f"{name} is {shown(model)}; it must be a K3Model")
-    check_ids(ids, target.config.vocab_size)
-    if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 1:
-        raise InputError(f"ids has the shape {list(ids.shape)}; it must be [1, T], "
-                         "and T at least 1")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1 or not ids.numel():
+        shape = list(ids.shape) if isinstance(ids, Tensor) else shown(ids)
+        raise InputError(f"ids has the shape {shape}; it must be [1, T], and T at least 1")
+    check_ids(ids, target.config.vocab_size, values=True)
     for name, value in (("num_tokens", num_tokens), ("drafts", drafts)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2 ** 31:
             raise InputError(f"{name} is {shown(value)}; "
-                             "it must be an integer of at least 0")
+                             "it must be an integer of at least 0, below 2^31")
     sizes = [model.config.vocab_size for model in (target, draft)]
     if sizes[0] != sizes[1]:
         raise InputError(f"target and draft know {sizes} tokens; they must share one "

@@ -208,12 +208,12 @@ def check_place(config, dtype, device) -> None:
     check_device(device)
 
 
-def check_device(device) -> None:
+def check_device(device, name: str = "device") -> None:
     """InputError unless `device` is None or a device that this torch can use."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError, ValueError) as e:
-        raise InputError(f"device is {shown(device)}: {str(e).splitlines()[0]}; it must be one "
+        raise InputError(f"{name} is {shown(device)}: {str(e).splitlines()[0]}; it must be one "
                          "that torch knows, such as 'cpu' or 'cuda'") from None
 
 
@@ -226,10 +226,10 @@ def check_cache(cache, kda: list[bool]) -> None:
                          f"than the model's {len(kda)}; it must come from its new_cache")
 
 
-def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """InputError unless ids are token ids [B, T]."""
+def check_ids(ids: Tensor, vocab_size: int, values: bool = False) -> None:
+    """InputError unless ids are token ids [B, T]; values: on meta, they have none."""
     integers = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
-    integers = integers and ids.layout == torch.strided
+    integers = integers and ids.layout == torch.strided and not (values and ids.is_meta)
     if not integers or ids.ndim != 2 or ids.numel() == 0:
         raise InputError(f"ids is {_kind(ids)}; "
                          "it must be an int64 tensor [B, T] with at least one token")

@@ -25,7 +25,7 @@ class Prefixes:
         for name, value in (("every", every), ("most", most)):
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} is {shown(value)}; it must be a positive integer")
-        if not isinstance(model, K3Model):
+        if not hasattr(model, "config"):
             raise InputError(f"model is {shown(model)}; it must be a K3Model")
         self.model, self.every, self.most = model, every, most
         self.seen: list[tuple[list[int], Cache, list[Snapshot]]] = []     # newest first
@@ -36,7 +36,7 @@ class Prefixes:
         Only what comes after the stored point is read; the new points are stored. The
         cache is the caller's own. InputError for ids that are no such prompt.
         """
-        check_ids(ids, self.model.config.vocab_size)
+        check_ids(ids, self.model.config.vocab_size, values=True)
         if len(ids) != 1:
             raise InputError(f"ids has {len(ids)} rows; it must be [1, T]")
         check_room(self.model.config, 0, ids.shape[1], 0)
@@ -52,7 +52,7 @@ class Prefixes:
 
     def stored(self, ids: Tensor) -> int:
         """How many tokens of ids [1,T] `start` would not have to read."""
-        check_ids(ids, self.model.config.vocab_size)
+        check_ids(ids, self.model.config.vocab_size, values=True)
         return len(self._longest(ids[0].tolist())[0])
 
     def nbytes(self) -> int:

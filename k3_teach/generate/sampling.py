@@ -11,6 +11,7 @@ the one with the lower number counts as more likely.
 Shapes: V tokens of the vocabulary; laws are float64 [..., V].
 """
 
+import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
 
@@ -76,7 +77,8 @@ def generators(seed, rows: int) -> list[torch.Generator | None]:
 
 def check_sampling(temperature, top_k, top_p) -> None:
     """InputError for what is out of range, or no number."""
-    if not _is_real(temperature) or not 0 <= temperature <= 1e300:
+    most = 2 ** 62 if isinstance(temperature, Integral) else sys.float_info.max
+    if not _is_real(temperature) or not 0 <= temperature <= most:
         raise InputError(f"temperature is {shown(temperature)}; it must be a number of at "
                          "least 0, and finite")
     if top_k is not None and (not _is_real(top_k, Integral) or top_k < 1):
@@ -93,6 +95,7 @@ def check_logits(logits: Tensor, place: str = "") -> None:
     One NaN is enough to fail; a logit of minus infinity is a token that cannot come.
     """
     floats = isinstance(logits, Tensor) and logits.dtype in FLOATS
+    floats = floats and logits.ndim > 0
     if not floats or logits.layout != torch.strided or logits.is_meta or not logits.numel():
         raise InputError(f"the logits{place} are {shown(logits)}; they must be floats "
                          "[..., V] with values")

@@ -24,7 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from k3_teach.errors import InputError, shown
+from k3_teach.errors import InputError
 
 CHUNK = 1 << 22  # margins binned at once: bounds the memory of the int64 bin numbers
 
@@ -93,7 +93,7 @@ def margin_quantile(r: Tensor, top_k: int, rank: str = "q") -> Tensor:
     N, E = r.shape
     if rank not in ("q", "q+1", "midpoint") or N == 0:
         need = "'q', 'q+1' or 'midpoint', and a token"
-        raise InputError(f"rank is {shown(rank)}, N {N}; need {need}")
+        raise InputError(f"rank is {rank!r}, N {N}; need {need}")
     lower = -(-N * top_k // E)  # ceil(q)
     upper = min(N * top_k // E + 1, N)
     columns = r.T.contiguous()

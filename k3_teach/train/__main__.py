@@ -101,7 +101,7 @@ def check(args) -> None:
     for folder in filter(None, (args.run, args.ship)):
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is a file; it must be a folder, or not exist yet")
-    check_device(args.device)
+    check_device(args.device, "--device")
     if args.ship is not None and args.ship.resolve() == args.run.resolve():
         raise InputError("--ship must be another folder than RUN")
     if not args.resume and list(args.run.glob("step-*")):

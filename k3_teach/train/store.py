@@ -100,8 +100,8 @@ def load(checkpoint: Path, device="cpu") -> tuple[K3Model, int, dict, str]:
     except (KeyError, TypeError, AttributeError):
         good = False
     if not good:
-        raise CheckpointError(f"{checkpoint / TRAINING}: must be JSON with step, the fields "
-                              "of a recipe, and text")
+        raise CheckpointError(f"{checkpoint / TRAINING}: must be JSON with step, recipe and "
+                              "text, as a run writes them")
     return load_checkpoint(checkpoint, device=device).train(), step, recipe, text
 
 

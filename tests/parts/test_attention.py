@@ -89,5 +89,5 @@ def test_rope_needs_pairs():
 
 def test_shapes_that_do_not_belong_together():
     for q, k, v in (((1, 1, 2, 8), (1, 1, 2, 5), (1, 1, 2, 5)), ((1, 1, 3, 4), (1, 1, 2, 4), (1, 1, 2, 4)), ((1, 1, 2, 4), (1, 1, 3, 4), (1, 1, 2, 4))):
-        with pytest.raises(k3.InputError, match="it must be floats \\[B, H, S"):
+        with pytest.raises(k3.InputError, match="must (be floats|end in)"):
             k3.attention(torch.zeros(q), torch.zeros(k), torch.zeros(v), 1.0)

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         results = run(adapters.find(asked.adapter), asked.probe, asked.dtype)
         print(describe(results))
         if asked.json:
-            rows = [{"name": pitfall(r).name, **asdict(r), "error": _number(r.error)}
+            rows = [{"name": pitfall(r).name, **{k: _number(x) for k, x in asdict(r).items()}}
                     for r in results]
             Path(asked.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     except (K3Error, OSError) as error:
@@ -31,9 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(r.status == "failed" for r in results))
 
 
-def _number(error: float | None) -> float | str | None:
+def _number(x):
     """JSON has no infinity."""
-    return "inf" if error == float("inf") else error
+    return "inf" if x == float("inf") else x
 
 
 def _parser() -> argparse.ArgumentParser:

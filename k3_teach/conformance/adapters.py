@@ -4,12 +4,32 @@
     forward(model, ids, attention_mask, state) -> (logits, state)
     trace(model, ids) -> {name: array}
 
-ids int64 [B,T] and logits [B,T,vocab] are NumPy arrays. attention_mask is None or [B, all
-tokens so far], 0 at padding, which stands on the left, or on the right where state is None;
-then the state that comes back is not used. state None begins a text; any other is what
-`forward` gave back, and may be continued more than once. trace gives what the port has of
-the names of `K3Model.forward`; {} is allowed. A fourth function is optional: `save(model,
-folder)`.
+Arrays are NumPy's. For a port to PyTorch, in a file `my_adapter.py`:
+
+    load = MyModel.from_folder
+
+    def forward(model, ids, attention_mask, state):
+        mask = None if attention_mask is None else torch.from_numpy(attention_mask)
+        logits, state = model(torch.from_numpy(ids), mask, state)
+        return logits.numpy(), state
+
+    def trace(model, ids):
+        return {}
+
+`python -m k3_teach.conformance my_adapter`, run beside that file, does the rest.
+
+- load: `folder` (a `Path`) has `config.json`, with `text_config` or without, and one
+  `model.safetensors`; names begin with `language_model.` or not; experts are plain numbers or
+  MXFP4, A_log has one entry for each head or zeros behind them. Compute in float64 if you
+  can, whatever the file holds. A folder that cannot be right must raise an error.
+- forward: ids int64 [B,T]; logits [B,T,vocab], at padding anything. attention_mask is None or
+  int64 [B, all tokens so far], 0 at padding, which stands on the left. It stands on the right
+  only where state is None, and the state that comes back is not used.
+- state: None begins a text. Otherwise it is what `forward` gave back, whatever that is: it may
+  be continued more than once, by one token or by many, so a call must not write into it.
+- trace: what the port has of the entries in `trace.py`, of one text [1,T], as "L0.g"; the more,
+  the closer a mistake is located. A state of KDA is [K,V].
+- save(model, folder), a fourth, is optional.
 """
 
 import importlib

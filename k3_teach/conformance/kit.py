@@ -25,10 +25,12 @@ class Pitfall:
     probe: str
     by_reading: bool = False    # nothing to observe
     implies: tuple[int, ...] = ()   # probes that fail with it, too
+    begins: tuple[str, ...] = ()    # entries of the trace of the base where it can show first
+    faint: bool = False             # it shows there by rounding alone
 
 
 TABLE = Path(__file__).with_name("pitfalls.toml").read_text(encoding="utf-8")
-PITFALLS = [Pitfall(**p | {"implies": tuple(p.get("implies", ()))})
+PITFALLS = [Pitfall(**{k: tuple(x) if isinstance(x, list) else x for k, x in p.items()})
             for p in tomllib.loads(TABLE)["pitfall"]]
 BASE = Pitfall(0, "equality with the released model", "", "some equation differs",
                "the first entry of the trace that is off", "", "the two stored models")
@@ -56,13 +58,15 @@ PROBES = {
 class Result:
     """What a probe found. status: "passed", "failed", "not checked" or "by reading"; error:
     the largest difference, relative to the largest number that was expected (infinite for
-    NaN and for an exception), or None; tolerance: what is allowed."""
+    NaN and for an exception), or None; tolerance: what is allowed; message: the comparison
+    that failed first, and first: by how much, None if none was made."""
 
     number: int
     status: str
     error: float | None
     tolerance: float
     message: str
+    first: float | None = None
 
 
 # In float64 two right models differ by 1e-12. In float32 a near-tie may send a token to
@@ -87,22 +91,30 @@ def difference(actual, expected, dtype: str) -> float:
     return float(np.max(off) / max(np.max(np.abs(expected)), 1e-300))
 
 
+def shown(what: str, actual, expected) -> str:
+    """`what`, and why its difference is infinite, if it is."""
+    actual, expected = np.asarray(actual, float), np.asarray(expected, float)
+    if actual.shape != expected.shape:
+        return f"{what}: shape {list(actual.shape)}, right is {list(expected.shape)}"
+    return f"{what}: NaN or infinite" if actual.ndim and not np.isfinite(actual).all() else what
+
+
 def probe(port: Port, number: int, dtype: str) -> Result:
     """Run one probe. What the port raises is a failure."""
     allowed = OWN_TOLERANCE[dtype].get(number, TOLERANCE[dtype])
-    error, message, status = None, "", "passed"
+    error, first, message, status = None, None, "", "passed"
     try:
         for what, actual, expected in PROBES[number](port):
             found = difference(actual, expected, dtype if allowed else "float64")
             if not found <= allowed and status == "passed":
-                status, message = "failed", what
+                status, message, first = "failed", shown(what, actual, expected), found
             error = max(found, error or 0.0)
     except PortError as e:
         status, error, message = "failed", np.inf, message or str(e)
     except NotChecked as e:
         if status == "passed":
             status, message = "not checked", str(e)
-    return Result(number, status, error, allowed, message)
+    return Result(number, status, error, allowed, message, first)
 
 
 def run(adapter=None, probes=None, dtype: str = "float64") -> list[Result]:

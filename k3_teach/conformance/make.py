@@ -18,7 +18,8 @@ BASES = {"odd": "k3_odd", "official": "k3_official_format"}
 RELEASED = ("input_ids", "logits", "padded.input_ids", "padded.attention_mask",
             "padded.logits", "padded.next_ids", "padded.next_logits")
 TRACED = 8      # tokens of the base whose whole trace is stored
-WITHOUT = {"odd", "official", "official_tail", "whole", "lost", "blind", "mixed", "memory"}
+WITHOUT = {"odd", "official", "official_tail", "whole", "lost", "blind", "mixed", "memory",
+           "all_experts"}      # models that are compared with nothing stored
 
 
 def golden_values(source: Path) -> dict[str, np.ndarray]:

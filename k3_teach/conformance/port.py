@@ -1,12 +1,14 @@
 """A port as the probes see it: an adapter whose answers are checked, with the special models
 loaded into it, each once."""
 
+import traceback
 from pathlib import Path
 
 import numpy as np
 
-from k3_teach.conformance.models import text, write_model
 from k3_teach.conformance.folder import write_folder
+from k3_teach.conformance.models import text, write_model
+from k3_teach.conformance.trace import known
 
 
 class PortError(Exception):
@@ -15,6 +17,9 @@ class PortError(Exception):
 
 class NotChecked(Exception):
     """The port has not what the rest of a probe needs."""
+
+
+NEW = object()      # the state of a text that begins
 
 
 class Port:
@@ -27,7 +32,9 @@ class Port:
         try:
             return getattr(self.adapter, function)(*arguments)
         except Exception as e:
-            raise PortError(f"{function} raised {type(e).__name__}: {e}") from e
+            at, said = traceback.extract_tb(e.__traceback__)[-1], " ".join(str(e).split())
+            raise PortError(f"{function} raised {type(e).__name__}: {said[:200]} "
+                            f"({Path(at.filename).name}, line {at.lineno})") from e
 
     def load(self, name: str, *folder):
         """The port's model of a folder of this name; of `folder` (configuration, tensors)
@@ -51,10 +58,12 @@ class Port:
             return True
         return False
 
-    def run(self, model, ids, mask=None, state=None):
+    def run(self, model, ids, mask=None, state=NEW):
         """Logits [B,T,vocab] in float64, and the state. ids [B,T]."""
-        ids = np.array(ids, np.int64)
-        out = self.call("forward", model, ids, None if mask is None else mask.copy(), state)
+        if state is None:
+            raise NotChecked("forward gave back None as the state, so no text can be continued")
+        ids, mask = np.array(ids, np.int64), None if mask is None else np.array(mask, np.int64)
+        out = self.call("forward", model, ids, mask, None if state is NEW else state)
         if not isinstance(out, tuple) or len(out) != 2:
             raise PortError(f"forward gave back {type(out).__name__}; it must be (logits, state)")
         logits, state = out
@@ -64,7 +73,7 @@ class Port:
                             "of float16, float32 or float64")
         if logits.ndim != 3 or logits.shape[:2] != ids.shape:
             raise PortError(f"forward gave back logits of shape {list(logits.shape)} for ids "
-                            f"{list(ids.shape)}; they must be [B, T, vocab]")
+                            f"of shape {list(ids.shape)}; they must be [B, T, vocab]")
         return logits.astype(np.float64), state
 
     def once(self, name: str, ids=None):
@@ -72,7 +81,7 @@ class Port:
         ids = text(name) if ids is None else ids
         return self.run(self.model(name), ids[None])[0][0]
 
-    def pieces(self, name: str, ids, sizes, state=None):
+    def pieces(self, name: str, ids, sizes, state=NEW):
         """The same in pieces of these sizes, the last taking the rest."""
         ends, out = [0, *np.cumsum(sizes), len(ids)], []
         for a, b in zip(ends, ends[1:]):
@@ -84,6 +93,11 @@ class Port:
     def trace(self, name: str, ids) -> dict[str, np.ndarray]:
         """What the port has of the trace of one text."""
         trace = self.call("trace", self.model(name), np.array(ids, np.int64)[None])
-        if not isinstance(trace, dict) or any(type(x) is not np.ndarray for x in trace.values()):
+        arrays = isinstance(trace, dict) and all(
+            type(x) is np.ndarray and x.dtype.kind in "fiub" for x in trace.values())
+        if not arrays:
             raise PortError("trace gave back something else than a dictionary of NumPy arrays")
+        if trace and not any("." in key and known(key) for key in trace):
+            raise PortError(f"trace gave back {', '.join(list(trace)[:3])} and no entry of a "
+                            'layer, as "L0.attn_in"; see k3_teach/conformance/trace.py')
         return trace

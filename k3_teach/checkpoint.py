@@ -60,20 +60,8 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
     check_dtype(dtype)
     check_device(device)
     folder = as_path(folder)
-    config = K3Config.from_json(folder)
-    stored = Stored(folder)
-    for field in ("num_hidden_layers", "num_experts"):      # before any are made
-        if (n := getattr(config, field)) > len(stored.names):
-            raise CheckpointError(f"{folder}: {field} is {n}; the files hold only "
-                                  f"{len(stored.names)} tensors")
-    model = K3Model(config, device="meta")
-    places = released_names(model)
-    extra = sorted(stored.names - places.keys())
-    problems = [f"extra: {n}" for n in extra if not stored.droppable(n, config)]
-    problems += [f"missing: {n}" for n in places if n not in stored.names]
-    problems += [f"misshapen: {n} is {shape}, the configuration wants {wanted}"
-                 for n, shape, wanted in _misshapen(places, stored)]
-    _raise_if(problems, folder)
+    config, stored = K3Config.from_json(folder), Stored(folder)
+    model = fitting_model(stored, config, folder)
     dtype = dtype or FLOATS.get(stored.kind("model.embed_tokens.weight"), torch.float32)
     model.to(dtype).to_empty(device=device)
     if config.tie_word_embeddings:
@@ -82,21 +70,44 @@ def load_checkpoint(folder, dtype: torch.dtype | None = None, device="cpu") -> K
         for name, (p, e) in released_names(model).items():
             target = p if e is None else p[e]
             x = stored.read(name, target.dtype)
-            target.copy_(_fit(name, x, target.shape, problems))
-    _raise_if(problems, folder)
+            target.copy_(fitted(name, x, target.shape))
     return model.eval()
+
+
+def fitting_model(stored: "Stored", config: K3Config, folder: Path,
+                  besides: tuple[str, ...] = ()) -> K3Model:
+    """The model of `config` on the meta device, if what is stored has just its tensors.
+
+    besides: beginnings of names that are allowed, too. CheckpointError, listing every
+    missing, extra and misshapen one.
+    """
+    for field in ("num_hidden_layers", "num_experts"):      # before any are made
+        if (n := getattr(config, field)) > len(stored.names):
+            raise CheckpointError(f"{folder}: {field} is {n}; the files hold only "
+                                  f"{len(stored.names)} tensors")
+    model = K3Model(config, device="meta")
+    places = released_names(model)
+    extra = sorted(n for n in stored.names - places.keys() if not n.startswith(besides))
+    problems = [f"extra: {n}" for n in extra if not stored.droppable(n, config)]
+    problems += [f"missing: {n}" for n in places if n not in stored.names]
+    problems += [f"misshapen: {n} is {shape}, the configuration wants {wanted} "
+                 f"({stored.origin([n]).replace(f'{folder}/', '')})"
+                 for n, shape, wanted in _misshapen(places, stored)]
+    _raise_if(problems, folder)
+    return model
 
 
 class Stored:
     """The tensors of a folder under their names without `language_model.`, read one at a
     time through a memory map.
 
-    files: name -> open file and stored name; shapes: name -> shape; names: those that a
-    model has, where the two halves of an MXFP4 weight count as one.
+    files: name -> open file and stored name; paths: name -> where that file is; shapes:
+    name -> shape; names: those that a model has, where the two halves of an MXFP4 weight
+    count as one.
     """
 
     def __init__(self, folder: Path):
-        self.files, self.shapes = {}, {}
+        self.files, self.paths, self.shapes = {}, {}, {}
         for path in _shards(folder):
             try:
                 f = safe_open(path, framework="pt")
@@ -120,7 +131,7 @@ class Stored:
             return
         if name in self.files:
             raise CheckpointError(f"{path}: {stored} is stored twice; once is allowed")
-        self.files[name] = (f, stored)
+        self.files[name], self.paths[name] = (f, stored), path
         self.shapes[name] = list(f.get_slice(stored).get_shape())
 
     def shape(self, name: str) -> list[int]:
@@ -129,6 +140,12 @@ class Stored:
             return self.shapes[name]
         packed = self.shapes[f"{name}_packed"]
         return [*packed[:-1], *(2 * half for half in packed[-1:])]
+
+    def origin(self, names) -> str:
+        """The files in which these tensors lie, each once."""
+        halves = [half for n in names for half in (n, f"{n}_packed", f"{n}_scale")]
+        files = dict.fromkeys(str(self.paths[n]) for n in halves if n in self.paths)
+        return ", ".join(files)
 
     def droppable(self, name: str, config: K3Config) -> bool:
         """Does it carry nothing? It has size 0 (no shared experts), or is a tied head."""
@@ -200,7 +217,7 @@ def _shards(folder: Path) -> list[Path]:
 
 def _misshapen(places, stored: Stored):
     """Yields name, stored shape and wanted shape of what does not fit. `A_log` may be too
-    long: see `_fit`."""
+    long: see `fitted`."""
     for name, (p, e) in places.items():
         if name not in stored.names:
             continue
@@ -217,15 +234,15 @@ def _misshapen(places, stored: Stored):
                 yield f"{name}_scale", scale, wanted
 
 
-def _fit(name: str, x: Tensor, shape, problems: list[str]) -> Tensor:
+def fitted(name: str, x: Tensor, shape) -> Tensor:
     """Cut the zero padding of `A_log`, which is per head; the release pads it to 128, and
-    other files have it as [1, 1, H, 1]."""
+    other files have it as [1, 1, H, 1]. CheckpointError if it is not zero."""
     if x.shape == shape:
         return x
     x = x.flatten()
     if x[shape[0]:].any():
-        problems.append(f"misshapen: {name} has {len(x)} entries for {shape[0]} heads, "
-                        f"and those after {shape[0]} are not zero")
+        raise CheckpointError(f"misshapen: {name} has {len(x)} entries for {shape[0]} heads, "
+                              f"and those after {shape[0]} are not zero")
     return x[:shape[0]]
 
 

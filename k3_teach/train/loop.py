@@ -49,6 +49,8 @@ class Trainer:
     do not fit the model or the recipe.
     """
 
+    _clip = staticmethod(apply_qk_clip_)
+
     def __init__(self, model: nn.Module, data: Data, recipe: Recipe, folder=None):
         self.model, self.data, self.recipe, self.folder = model, data, recipe, folder
         self.device = next(model.parameters()).device
@@ -168,7 +170,7 @@ class Trainer:
                 group["lr"] = lr
             optimiser.step()
         for name, gamma in gammas.items():
-            apply_qk_clip_(self.mla[name], gamma)
+            self._clip(self.mla[name], gamma)
         self.balancer.step()
         self._forget()
 

@@ -1,17 +1,17 @@
 """Mistakes in reading and writing the released files."""
 
-from k3_teach.checkpoint import _fit, _misshapen, load_checkpoint
+from k3_teach.checkpoint import _misshapen, fitted, load_checkpoint
 from k3_teach.config import K3Config, _linear_attn
 from k3_teach.conformance.mistakes.mistake import Edit, Mistake
 
 MISTAKES = [
     Mistake(1, "A_log cut without a look at what is cut off", (Edit(
-        _fit,
+        fitted,
         "if x[shape[0]:].any():",
         "if False:"),),
         "the released tail is zero"),
     Mistake(1, "A_log shared out with its padding", (Edit(
-        _fit,
+        fitted,
         "return x[:shape[0]]",
         "return x[-shape[0]:]"),),
         "without padding the last entries are all of them"),
@@ -35,10 +35,10 @@ MISTAKES = [
         """),)),
     Mistake(26, "routed_expert_norm is not loaded", (Edit(
         load_checkpoint,
-        "target.copy_(_fit(name, x, target.shape, problems))", """
+        "target.copy_(fitted(name, x, target.shape))", """
         if name.endswith("routed_expert_norm.weight"):
             target.fill_(1)
         else:
-            target.copy_(_fit(name, x, target.shape, problems))
+            target.copy_(fitted(name, x, target.shape))
         """),)),
 ]

@@ -38,7 +38,7 @@ from k3_teach.parts.mla import MLA
 from k3_teach.scale.parallel.optimiser import clip_gradients, make_optimisers
 from k3_teach.scale.parallel.shard import local, rows_here, sharded
 from k3_teach.train.loop import Trainer
-from k3_teach.train.muon import apply_qk_clip_, qk_clip
+from k3_teach.train.muon import apply_qk_clip_
 from k3_teach.train.optimiser import learning_rate
 from k3_teach.train.recipe import Recipe
 from k3_teach.train.store import KEPT, TRAINING, newest
@@ -82,17 +82,8 @@ class ParallelTrainer(Trainer):
         mla.reshard()
         return largest
 
-    def _update(self, lr: float) -> None:
-        gammas = {name: qk_clip(self._largest(name), self.recipe.qk_clip)
-                  for name in self.seen}
-        for optimiser in self.optimisers.values():
-            for group in optimiser.param_groups:
-                group["lr"] = lr
-            optimiser.step()
-        for name, gamma in gammas.items():
-            clip_logits_(self.mla[name], gamma)
-        self.balancer.step()
-        self._forget()
+    def _clip(self, mla: MLA, gamma: Tensor) -> None:
+        clip_logits_(mla, gamma)
 
     # --- keeping it -------------------------------------------------------------------
 

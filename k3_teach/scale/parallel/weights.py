@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from k3_teach.checkpoint import CONFIG, INDEX, Stored, _fit, _misshapen, _raise_if, released_names
+from k3_teach.checkpoint import CONFIG, INDEX, Stored, fitted, fitting_model, released_names
 from k3_teach.config import K3Config
 from k3_teach.init import RULES
 from k3_teach.model import K3Model
@@ -69,13 +69,7 @@ def load(folder, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> K3Mode
     """
     folder = Path(folder)
     config, stored = K3Config.from_json(folder), Stored(folder)
-    places = released_names(K3Model(config, device="meta"))
-    extra = sorted(stored.names - places.keys())
-    problems = [f"extra: {n}" for n in extra if not stored.droppable(n, config)]
-    problems += [f"missing: {n}" for n in places if n not in stored.names]
-    problems += [f"misshapen: {n} is {shape}, the configuration wants {wanted}"
-                 for n, shape, wanted in _misshapen(places, stored)]
-    _raise_if(problems, folder)
+    fitting_model(stored, config, folder)
     model = sharded(config, mesh, dtype)
     for name, shape, part, rows in parts_here(model):
         if name in stored.files and stored.shape(name) == list(shape):
@@ -83,8 +77,7 @@ def load(folder, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> K3Mode
             part.copy_(file.get_slice(inside)[rows])
         else:                                       # MXFP4, or a padded A_log
             whole = stored.read(name, part.dtype)
-            part.copy_(_fit(name, whole, shape, problems)[rows])
-    _raise_if(problems, folder)
+            part.copy_(fitted(name, whole, shape)[rows])
     return model
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from k3_teach.arguments import check_arguments
 from k3_teach.checkpoint import (
-    FLOATS, PREFIX, Stored, _fit, _misshapen, _raise_if, released_names)
+    FLOATS, Stored, fitted, fitting_model, released_names)
 from k3_teach.config import K3Config
 from k3_teach.errors import CheckpointError, InputError
 from k3_teach.files import as_path
@@ -70,33 +70,21 @@ class FolderSource(Stored):
     to_hold = 0
 
     def __init__(self, folder, layers: int | None = None):
-        self.folder, self.paths, self.opened = as_path(folder), {}, {}
+        self.folder, self.opened = as_path(folder), {}
         whole = K3Config.from_json(self.folder)
         super().__init__(self.folder)
         self.config = first_layers(whole, layers)
-        for field in ("num_hidden_layers", "num_experts"):      # before any are made
-            if (n := getattr(self.config, field)) > len(self.names):
-                raise CheckpointError(f"{self.folder}: {field} is {n}; the files hold only "
-                                      f"{len(self.names)} tensors")
-        places = released_names(K3Model(self.config, device="meta"))
-        self.shapes_of_model = {n: p.shape if e is None else p.shape[1:]
-                                for n, (p, e) in places.items()}
         beyond = range(self.config.num_hidden_layers, whole.num_hidden_layers)
         beyond = tuple(f"model.layers.{i}." for i in beyond)
-        extra = sorted(self.names - places.keys())
-        problems = [f"extra: {n}" for n in extra
-                    if not (self.droppable(n, whole) or n.startswith(beyond))]
-        problems += [f"missing: {n}" for n in places if n not in self.names]
-        problems += [f"misshapen: {n} is {shape}, the configuration wants {wanted} "
-                     f"({self.origin([n])})" for n, shape, wanted in _misshapen(places, self)]
-        _raise_if(problems, self.folder)
+        places = released_names(fitting_model(self, self.config, self.folder, beyond))
+        self.shapes_of_model = {n: p.shape if e is None else p.shape[1:]
+                                for n, (p, e) in places.items()}
 
     def prepare(self) -> None:
         """There is nothing to do."""
 
     def _add(self, stored: str, f, path: Path):
         super()._add(stored, f, path)
-        self.paths[stored.removeprefix(PREFIX)] = path
         self.opened.setdefault(path, _size_and_time(path))
 
     def raw(self, name: str) -> Tensor:
@@ -109,12 +97,10 @@ class FolderSource(Stored):
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """CheckpointError for values that MXFP4 or the padding of `A_log` can't have."""
-        problems = []
         try:
-            x = _fit(name, super().read(name, dtype), self.shapes_of_model[name], problems)
+            x = fitted(name, super().read(name, dtype), self.shapes_of_model[name])
         except CheckpointError as e:
             raise CheckpointError(f"{self.origin([name])}: {e}") from None
-        _raise_if(problems, self.folder)
         x = x.to(dtype)
         return x.clone() if dtype == torch.float64 and x.data_ptr() % 64 else x
 
@@ -125,12 +111,6 @@ class FolderSource(Stored):
     def made(self, name: str, dtype: torch.dtype) -> int:
         viewed = FLOATS.get(self.kind(name)) == dtype != torch.float64
         return 0 if viewed else prod(self.shapes_of_model[name]) * dtype.itemsize
-
-    def origin(self, names) -> str:
-        """The files, each once."""
-        halves = [half for n in names for half in (n, f"{n}_packed", f"{n}_scale")]
-        files = dict.fromkeys(str(self.paths[n]) for n in halves if n in self.paths)
-        return ", ".join(files)
 
     @cached_property
     def identity(self) -> str:

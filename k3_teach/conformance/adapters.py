@@ -57,7 +57,7 @@ class K3Teach:
     def forward(self, model, ids, attention_mask, state):
         mask = None if attention_mask is None else torch.as_tensor(attention_mask)
         if mask is not None and state is None and not mask[:, -1].all():
-            cache = None                        # padding on the right: nothing to continue
+            cache = None            # padding on the right: nothing to continue
         else:
             cache = model.new_cache(len(ids)) if state is None else state.copy()
         with torch.no_grad():

@@ -142,7 +142,7 @@ def finding(r: Result) -> str:
 
 
 def fill(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent + "    ",
+    return textwrap.fill(text, 88, initial_indent=indent, subsequent_indent=indent + "    ",
                          break_long_words=False, break_on_hyphens=False)
 
 

@@ -206,7 +206,7 @@ def test_a_tensor_that_is_not_read_is_the_cause():
 def test_a_port_that_stops_says_so_at_once():
     for stopped in port(load=broken), port(forward=broken):
         said = describe(run(stopped, [0, 6, 35]))
-        assert said.startswith("STOPS with the released model: ") and "out of luck (test_kit.py, line" in said
+        assert said.startswith("STOPS with the released model: ") and "out of luck (test_kit.py, line" in " ".join(said.split())
         assert "FAILED" not in said and "stop, too: 6 eps of the l2 norm on the mean, 35 one eps" in said
 
 

@@ -8,7 +8,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import k3_teach as k3
-from k3_teach import mxfp4
 from tests.helpers import GOLDEN, tokens, toy
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import k3_teach as k3
-from tests.helpers import GOLDEN, randomize, tokens, toy
+from tests.helpers import GOLDEN, tokens, toy
 
 VARIANTS = {
     "K3": {}, "plain residual": dict(attn_res_block_size=None), "blocks of one layer": dict(attn_res_block_size=1),

@@ -13,8 +13,8 @@ from k3_teach.speculative import expected_tokens
 from k3_teach.toy import FOLDER
 from k3_teach.train.muon import newton_schulz
 
-from .figure import Figure, column
-from .sequence import draw, none
+from .figure import Figure
+from .sequence import draw
 
 M = 10 ** 6     # what the sources mean by 1M tokens; 2^20 is said where it is meant
 

@@ -1,8 +1,8 @@
 """Mistakes of serving: the cache, padding and batches, speculation."""
 
-from k3_teach.cache import Cache, KDAState, LatentCache
+from k3_teach.cache import KDAState, LatentCache
 from k3_teach.conformance.mistakes.mistake import Edit, Mistake
-from k3_teach.model import K3Model, on_real_tokens
+from k3_teach.model import K3Model
 from k3_teach.parts.kda_layer import KDA, short_conv
 from k3_teach.parts.kda_step import step_kda
 

@@ -39,7 +39,6 @@ from k3_teach.scale.parallel.optimiser import clip_gradients, make_optimisers
 from k3_teach.scale.parallel.shard import local, rows_here, sharded
 from k3_teach.train.loop import Trainer
 from k3_teach.train.muon import apply_qk_clip_
-from k3_teach.train.optimiser import learning_rate
 from k3_teach.train.recipe import Recipe
 from k3_teach.train.store import KEPT, TRAINING, newest
 from k3_teach.train.text import Data
